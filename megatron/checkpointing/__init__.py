@@ -1,0 +1,1 @@
+"""Checkpoints laid out by layer, written atomically, read back bit for bit."""

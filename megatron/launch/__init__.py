@@ -1,0 +1,1 @@
+"""Who am I and whom do I start: ranks and addresses from the environment, launcher commands. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Sampling continuations from a trained decoder."""

@@ -1,0 +1,1 @@
+"""Text to token ids and back, one interface for every tokenizer type."""
