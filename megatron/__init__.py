@@ -1,1 +1,4 @@
-"""A NeoX-style training framework whose gradient reduction runs under backward. Importing this package imports nothing."""
+"""A NeoX-style training framework whose gradient reduction runs under backward.
+
+Importing this package imports nothing.
+"""

@@ -1,1 +1,1 @@
-"""Master weights, loss scale, global norm, clipping, learning rate and the update, on the reducer's buckets."""
+"""Master weights, loss scale, global norm, clipping, learning rate and the update, on what the reducer hands over."""

@@ -1,0 +1,133 @@
+"""Which group reduces a gradient, and which bucket it travels in.
+
+The first station of a gradient's journey: partition -> grad_reducer (hooks, readiness, order) -> grad_bucket (buffer,
+launch, wait). A plan is made once, before the first step, from the order in which gradients really become ready.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+# Every gradient starts on a 16-byte boundary of its buffer, so that vectorised kernels may read it. Parameters whose
+# size is a multiple of four fp32 elements, which is nearly all of them, need no padding for it.
+_ALIGNMENT_ELEMENTS = 4
+
+
+@dataclass(frozen=True)
+class ReductionGroup:
+    """The ranks over which a gradient is averaged, and what its sum is divided by.
+
+    `divisor` is the size of the full data-parallel group. It differs from `size` for expert parameters only: their
+    gradient is summed over the expert-data-parallel group but still averaged over every data rank. `handle` is None
+    when there is nobody to reduce with.
+    """
+
+    name: str
+    size: int
+    divisor: int
+    handle: dist.ProcessGroup | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class GradientSlot:
+    """One parameter's place in a bucket: `numel` elements of shape `shape`, from element `offset` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim parameter, 0 for an empty one."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Consecutive gradients of one group and one parameter dtype, which share a buffer and a collective."""
+
+    index: int
+    group: ReductionGroup
+    parameter_dtype: str
+    slots: tuple[GradientSlot, ...]
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """All buckets of a rank in launch order. Equal on all ranks of a group, which `agreement` checks."""
+
+    buckets: tuple[BucketPlan, ...]
+
+    def fingerprint(self) -> str:
+        """A hash that is equal exactly when two ranks would send the same bytes in the same order."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def lines(self) -> list[str]:
+        """The plan as text, a line a bucket and a line a gradient, for comparing and for reading."""
+        return [
+            line
+            for bucket in self.buckets
+            for line in (
+                f"bucket {bucket.index}: group {bucket.group.name} of {bucket.group.size} ranks, divisor "
+                f"{bucket.group.divisor}, {bucket.parameter_dtype}, {bucket.num_elements} elements",
+                *(f"{slot.name} {list(slot.shape)} at {slot.offset}" for slot in bucket.slots),
+            )
+        ]
+
+
+def plan_buckets(
+    ready_order: Sequence[str],
+    parameters: Mapping[str, torch.nn.Parameter],
+    group_of: Callable[[str], ReductionGroup],
+    *,
+    bucket_elements: int,
+) -> ReductionPlan:
+    """Fill buckets with gradients in the order in which backward finishes them.
+
+    A bucket closes when it holds `bucket_elements` or more, so a parameter is never split. Two gradients travel alone:
+    one that fills a bucket by itself, and the last to be ready. Nobody waits for the first, and the second is the part
+    of the reduction that nothing can hide (in a decoder it is the input embedding, which is both).
+
+    Groups and dtypes fill their own buckets side by side; buckets are launched in the order in which their last
+    gradient is ready.
+    """
+    open_buckets: dict[tuple[ReductionGroup, torch.dtype], _BucketFiller] = {}
+    closed: list[_BucketFiller] = []
+    for position, name in enumerate(ready_order):
+        parameter = parameters[name]
+        key = (group_of(name), parameter.dtype)
+        alone = parameter.numel() >= bucket_elements or position == len(ready_order) - 1
+        if alone and key in open_buckets:
+            closed.append(open_buckets.pop(key))
+        filler = open_buckets.setdefault(key, _BucketFiller(*key))
+        filler.add(name, parameter, position)
+        if filler.num_elements >= bucket_elements:
+            closed.append(open_buckets.pop(key))
+    closed.extend(open_buckets.values())
+    closed.sort(key=lambda filler: filler.last_position)
+    return ReductionPlan(tuple(filler.to_plan(index) for index, filler in enumerate(closed)))
+
+
+class _BucketFiller:
+    """A bucket that is still taking parameters."""
+
+    def __init__(self, group: ReductionGroup, dtype: torch.dtype) -> None:
+        self.group = group
+        self.dtype = dtype
+        self.slots: list[GradientSlot] = []
+        self.num_elements = 0
+        self.last_position = -1
+
+    def add(self, name: str, parameter: torch.nn.Parameter, position: int) -> None:
+        self.slots.append(GradientSlot(name, tuple(parameter.shape), self.num_elements))
+        self.num_elements += -(-parameter.numel() // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
+        self.last_position = position
+
+    def to_plan(self, index: int) -> BucketPlan:
+        return BucketPlan(index, self.group, str(self.dtype), tuple(self.slots), self.num_elements)
