@@ -24,11 +24,18 @@ _log = logging.getLogger(__name__)
 def record_ready_order(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[list[str]]:
     """Yield a list to which each name is appended when backward has finished that parameter's gradient.
 
-    Run exactly one forward and backward inside. The gradients it leaves are dropped at exit.
+    Run exactly one forward and backward inside. The gradients it leaves are dropped at exit. A sparse gradient raises
+    ConfigError from that backward.
     """
     seen: list[str] = []
+
+    def note(parameter: torch.Tensor, name: str) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ConfigError(f"the gradient of {name} is sparse; only dense gradients can be reduced in buckets")
+        seen.append(name)
+
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(p, name))
         for name, parameter in parameters.items()
     ]
     try:
