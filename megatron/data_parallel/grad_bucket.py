@@ -57,9 +57,7 @@ class GradBucket:
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         device = next(iter(self.parameters.values())).device
         self._buffer = torch.zeros(plan.num_elements, dtype=arithmetic.accumulation_dtype, device=device)
-        self.views = {
-            slot.name: self._buffer[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in plan.slots
-        }
+        self.views = {slot.name: self._buffer.as_strided(slot.shape, slot.stride, slot.offset) for slot in plan.slots}
         self._arithmetic = arithmetic
         self._clock = clock
         self._factor_before, self._factor_after = arithmetic.factors(plan.group)

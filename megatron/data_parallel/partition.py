@@ -35,10 +35,15 @@ class ReductionGroup:
 
 @dataclass(frozen=True)
 class GradientSlot:
-    """One parameter's place in a bucket: `numel` elements of shape `shape`, from element `offset` on."""
+    """One parameter's place in a bucket: `numel` elements of shape `shape`, from element `offset` on.
+
+    `stride` is the parameter's own where that fills memory without gaps, as a transposed one does: optimizer kernels
+    walk parameter and gradient side by side in memory order.
+    """
 
     name: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
 
     @property
@@ -76,7 +81,10 @@ class ReductionPlan:
             for line in (
                 f"bucket {bucket.index}: group {bucket.group.name} of {bucket.group.size} ranks, divisor "
                 f"{bucket.group.divisor}, {bucket.parameter_dtype}, {bucket.num_elements} elements",
-                *(f"{slot.name} {list(slot.shape)} at {slot.offset}" for slot in bucket.slots),
+                *(
+                    f"{slot.name} {list(slot.shape)} stride {list(slot.stride)} at {slot.offset}"
+                    for slot in bucket.slots
+                ),
             )
         ]
 
@@ -125,7 +133,8 @@ class _BucketFiller:
         self.last_position = -1
 
     def add(self, name: str, parameter: torch.nn.Parameter, position: int) -> None:
-        self.slots.append(GradientSlot(name, tuple(parameter.shape), self.num_elements))
+        stride = torch.empty_like(parameter, device="meta").stride()
+        self.slots.append(GradientSlot(name, tuple(parameter.shape), stride, self.num_elements))
         self.num_elements += -(-parameter.numel() // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
         self.last_position = position
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.data_parallel.grad_reducer import GradReducer
+from megatron.errors import ConfigError
 from megatron.optimizer.global_norm import clip_factor, global_norm
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.loss_scale import LossScale
@@ -53,9 +54,13 @@ def master_weights(parameters: Mapping[str, torch.nn.Parameter], dtype: torch.dt
 
     For fp32 these are the parameters themselves; otherwise copies that keep the bits the cast drops. Frozen
     parameters are cast too and have no master.
+
+    Raises ConfigError for a parameter that leaves gaps in memory, which fused kernels would read.
     """
     masters: dict[str, torch.nn.Parameter] = {}
     for name, parameter in parameters.items():
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            raise ConfigError(f"parameter {name} does not fill its memory (strides {list(parameter.stride())})")
         if parameter.dtype == dtype:
             master = parameter
         else:

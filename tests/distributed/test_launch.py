@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.data_parallel.exposure import summarise
 from tests.distributed.ranks import run_ranks
-from tests.distributed.toy import HIDDEN, Options, ToyModel, Trainer, assert_same_bits, loss_of, tokens_of, train
+from tests.distributed.toy import HIDDEN, Options, ToyModel, Trainer, assert_same_bits, loss_of, tokens_of
 
 pytestmark = pytest.mark.distributed
 
@@ -196,7 +196,6 @@ def test_contract_10_every_collective_is_waited_for():
 
 
 def _one_after_the_other(rank):
-    weights, _ = train(rank, Options(overlap=False), 1)
     trainer = Trainer(Options(overlap=False))
     trainer.backward(1)
     launched = [times.index for times in trainer.reducer.bucket_times if times.launched is not None]

@@ -131,9 +131,7 @@ class Trainer:
                 self.loss_of(self.model, tokens_of(0, 0, 0)).backward()
             order = complete_ready_order(seen, self.parameters)
         order = agree_on_order(order, self.group.handle)
-        plan = plan_buckets(
-            order, self.parameters, lambda _: self.group, bucket_elements=self.options.bucket_elements
-        )
+        plan = plan_buckets(order, self.parameters, lambda _: self.group, bucket_elements=self.options.bucket_elements)
         check_plans_agree(plan, self.group.handle)
         return plan
 
@@ -166,9 +164,7 @@ def train(rank: int, options: Options, num_steps: int = 4, loss_scale: LossScale
     rows = []
     for step in range(1, num_steps + 1):
         loss, outcome = trainer.step(step)
-        rows.append(
-            (loss, float(outcome.grad_norm), outcome.learning_rate, outcome.loss_scale, float(outcome.skipped))
-        )
+        rows.append((loss, float(outcome.grad_norm), outcome.learning_rate, outcome.loss_scale, float(outcome.skipped)))
     trainer.optimizer.settle()
     return trainer.weights(), rows
 
