@@ -1,0 +1,62 @@
+"""DeepSpeed's engine as a shell: it runs forward, backward and step, and leaves the gradient to us.
+
+The seams, each with a test that fails when a new DeepSpeed moves it (tests/engine/test_deepspeed_seams.py):
+
+- `deepspeed.initialize` accepts an fp32 module and a torch optimizer instance, and makes a `DeepSpeedEngine` whose
+  class can be swapped for a subclass;
+- `allreduce_gradients` is called once after each backward, and `is_gradient_accumulation_boundary` tells the last;
+- `deepspeed.ops.__compatible_ops__` decides whether a shared-memory collective is compiled at start;
+- at the boundary `step` calls the optimizer's `step` once and then drops `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class UpdateSeam(torch.optim.Optimizer):
+    """What DeepSpeed takes for its optimizer. Its step is whatever `connect` was given."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self._update: Callable[[], None] | None = None
+
+    def connect(self, update: Callable[[], None]) -> None:
+        """Have DeepSpeed's optimizer step call `update`."""
+        self._update = update
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Run the connected update."""
+        assert self._update is not None, "the engine stepped before an update was connected"
+        self._update()
+
+
+class ShellEngine(DeepSpeedEngine):
+    """A `DeepSpeedEngine` whose gradient reduction is somebody else's."""
+
+    finish_reduction: Callable[[], None]
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Finish the reduction that the hooks started, where DeepSpeed would start and finish its own."""
+        if self.is_gradient_accumulation_boundary():
+            self.finish_reduction()
+
+
+def initialize_shell(module: torch.nn.Module, config: Mapping[str, Any]) -> tuple[ShellEngine, UpdateSeam]:
+    """Wrap an fp32 `module` in a DeepSpeed engine that leaves gradients and update to us.
+
+    Collective over the world: DeepSpeed broadcasts the weights of rank 0. `config` is a DeepSpeed configuration for
+    fp32 and ZeRO 0; what it says about clipping is overruled, since DeepSpeed would clip by default.
+    """
+    # A C++ extension that only DeepSpeed's inference calls would be compiled now, on every machine and for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    seam = UpdateSeam([parameter for parameter in module.parameters() if parameter.requires_grad])
+    without_clipping = {**config, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=seam, config=without_clipping, dist_init_required=False)
+    engine.__class__ = ShellEngine
+    return engine, seam
