@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.neox_arguments.monitor import MonitorArgs
+
 
 @dataclass(frozen=True)
 class DevicePeak:
@@ -65,6 +67,11 @@ def find_device(name: str, num_processors: int) -> DevicePeak | None:
         if known.words <= words:
             return known if known.num_processors == num_processors else None
     return None
+
+
+def peak_tflops(args: MonitorArgs, device: torch.device, dtype: torch.dtype) -> float | None:
+    """What MFU is measured against: `peak_theoretical_tflops` if given, else the known peak of `device`, else None."""
+    return args.peak_theoretical_tflops or device_peak_tflops(device, dtype)
 
 
 def device_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

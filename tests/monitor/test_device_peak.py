@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.monitor.device_peak import KNOWN_DEVICES, device_peak_tflops, find_device
+from megatron.monitor.device_peak import KNOWN_DEVICES, device_peak_tflops, find_device, peak_tflops
+from megatron.neox_arguments.monitor import MonitorArgs
 
 CUDA = torch.device("cuda", 0)
 
@@ -72,6 +73,14 @@ def test_float32_on_tf32_cores_is_held_to_their_peak(on_device):
 
 def test_a_cpu_has_no_peak():
     assert device_peak_tflops(torch.device("cpu"), torch.float32) is None
+
+
+def test_a_peak_the_user_gives_wins(on_device):
+    on_device("NVIDIA H200", 132)
+    assert peak_tflops(MonitorArgs(peak_theoretical_tflops=500.0), CUDA, torch.bfloat16) == 500.0
+    assert peak_tflops(MonitorArgs(), CUDA, torch.bfloat16) == 989.4
+    assert peak_tflops(MonitorArgs(peak_theoretical_tflops=0.1), torch.device("cpu"), torch.float32) == 0.1
+    assert peak_tflops(MonitorArgs(), torch.device("cpu"), torch.float32) is None
 
 
 @pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: " ".join(sorted(known.words)))
