@@ -7,7 +7,7 @@ reducer hands over each gradient when the reduction has finished; DeepSpeed call
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,7 @@ class MixedPrecisionOptimizer:
         self._num_skipped = 0
         self._skipped_in_a_row = 0
         self._unsettled: torch.Tensor | None = None
+        self._allocate_state()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on."""
@@ -141,6 +142,18 @@ class MixedPrecisionOptimizer:
         self._inner.step()
         for parameter, master in self._copies:
             parameter.copy_(master)
+            master.grad = None
+
+    @torch.no_grad()
+    def _allocate_state(self) -> None:
+        """Have the inner optimizer make its state now, so that a checkpoint can be read into it.
+
+        A step that overflows allocates everything and changes nothing.
+        """
+        zeros = {name: torch.zeros_like(master) for name, master in self._masters.items()}
+        device = next(iter(zeros.values())).device
+        self._update(zeros, 0.0, torch.ones((), device=device), torch.ones((), device=device))
+        for master in self._masters.values():
             master.grad = None
 
     def settle(self) -> None:
@@ -186,7 +199,8 @@ class MixedPrecisionOptimizer:
     def named_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return each parameter's optimizer state by name, `master` included where it is not the parameter itself.
 
-        The tensors are the live ones. Shapes are the parameter's, but for 0-dim counters.
+        The tensors are the live ones, to be read or written in place. Shapes are the parameter's, but for 0-dim
+        counters.
         """
         self.settle()
         state: dict[str, dict[str, torch.Tensor]] = {}
@@ -195,18 +209,6 @@ class MixedPrecisionOptimizer:
             if master is not self._parameters[name]:
                 state[name]["master"] = master.detach()
         return state
-
-    @torch.no_grad()
-    def load_named_state(self, read: Callable[[str], Mapping[str, torch.Tensor]]) -> None:
-        """Take each parameter's state from `read(name)`; a name without any starts afresh.
-
-        Where the state has no `master`, as in a checkpoint trained in fp32, it is made from the parameter.
-        """
-        for name, master in self._masters.items():
-            saved = dict(read(name))
-            weight = saved.pop("master", None)
-            master.copy_(self._parameters[name] if weight is None else weight)
-            self._inner.state[master] = {key: value.to(device=master.device, copy=True) for key, value in saved.items()}
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

@@ -204,8 +204,11 @@ def _resume(rank):
             first.step(step)
         second = Trainer(Options(dtype=dtype, overlap=False))
         second.model.load_state_dict(first.model.state_dict())
-        saved = {name: {k: v.clone() for k, v in s.items()} for name, s in first.optimizer.named_state().items()}
-        second.optimizer.load_named_state(saved.__getitem__)
+        saved = first.optimizer.named_state()
+        for name, state in second.optimizer.named_state().items():
+            assert state.keys() == saved[name].keys()
+            for key, tensor in state.items():
+                tensor.copy_(saved[name][key])
         second.optimizer.restore_progress(first.optimizer.progress)
         for step in range(4, 7):
             second.step(step)
