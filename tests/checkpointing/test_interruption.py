@@ -138,3 +138,18 @@ def test_failure_elsewhere_is_a_failure_here(tmp_path):
     with pytest.raises(CheckpointError, match="global_step2 was not saved: another rank failed"):
         save(tmp_path, snapshot(2), role=ALONE, agree=lambda ok: next(answers))
     assert loaded_iteration(tmp_path) == 1
+
+
+def test_all_is_on_the_disk_before_a_name_shows_it(tmp_path, monkeypatch, synced):
+    at_rename = {}
+    rename = durable.rename
+    monkeypatch.setattr(
+        durable, "rename", lambda source, target: (at_rename.update({target.name: set(synced)}), rename(source, target))
+    )
+    directory = save_alone(tmp_path, 1)
+    temporary = tmp_path / ".global_step1.tmp"
+    expected = {str(temporary), *(str(temporary / path.name) for path in directory.iterdir())}
+    assert expected <= at_rename["global_step1"]
+    assert str(tmp_path) in at_rename["latest"]
+    assert str(tmp_path / ".latest.tmp") in at_rename["latest"]
+    assert synced[-1] == str(tmp_path)
