@@ -1,6 +1,7 @@
 """No test can see what fsync does to a disk; hundreds of them cost more time than all the rest."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,5 +10,9 @@ import pytest
 def synced(monkeypatch):
     """Paths that were fsynced so far, in order; nothing is waited for."""
     paths = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: paths.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def record(descriptor):
+        paths.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    monkeypatch.setattr(os, "fsync", record)
     return paths

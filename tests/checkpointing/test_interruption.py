@@ -7,7 +7,15 @@ import shutil
 import pytest
 import torch
 
-from megatron.checkpointing import Retention, catalog, durable, load_checkpoint, save
+from megatron.checkpointing import (
+    Retention,
+    catalog,
+    durable,
+    load_checkpoint,
+    open_checkpoint,
+    save,
+    saved_iterations,
+)
 from megatron.errors import CheckpointError
 from tests.checkpointing.runs import ALONE, MODEL, blank, blank_state, optimizer_state, save_alone, snapshot, weights
 
@@ -81,6 +89,8 @@ def test_interrupted_save_leaves_a_checkpoint_that_loads(tmp_path, monkeypatch, 
         moment,
     ):
         reached.add(loaded_iteration(root))
+        for iteration in saved_iterations(root):
+            open_checkpoint(root / f"global_step{iteration}").verify()
         save_alone(root, 4, retention=Retention(keep_last=1))
         assert loaded_iteration(root) == 4
         assert sorted(path.name for path in root.iterdir()) == ["global_step4", "latest"]
