@@ -80,13 +80,13 @@ class CheckpointReader:
                 f"{self.directory} is damaged: {', '.join(damaged)} differ from what was written (checksum)"
             )
 
-    def weight_shapes(self, layers: Iterable[int] | None = None) -> dict[str, torch.Size]:
+    def weight_shapes(self, layers: Collection[int] | None = None) -> dict[str, torch.Size]:
         """Shapes of the weights of `layers` (None: all) by parameter name."""
-        return self._shapes(weights_file(layer) for layer in (self.layers if layers is None else layers))
+        return self._shapes(weights_file(layer) for layer in self._present(layers))
 
-    def optimizer_shapes(self, layers: Iterable[int] | None = None) -> dict[str, torch.Size]:
+    def optimizer_shapes(self, layers: Collection[int] | None = None) -> dict[str, torch.Size]:
         """Shapes of the optimizer's tensors of `layers` (None: all) by `<parameter>/<state>`."""
-        return self._shapes(optimizer_file(layer) for layer in (self.layers if layers is None else layers))
+        return self._shapes(optimizer_file(layer) for layer in self._present(layers))
 
     def weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """The weights called `names`, in the order of their layers."""
@@ -111,6 +111,9 @@ class CheckpointReader:
     def _read_random(self, data_rank: int) -> RandomState:
         with self._open(random_file(data_rank)) as file:
             return RandomState.from_tensors({name: file.get_tensor(name).clone() for name in file.offset_keys()})
+
+    def _present(self, layers: Collection[int] | None) -> list[int]:
+        return [layer for layer in self.layers if layers is None or layer in layers]
 
     def _shapes(self, files: Iterable[str]) -> dict[str, torch.Size]:
         shapes: dict[str, torch.Size] = {}

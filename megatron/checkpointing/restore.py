@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import catalog
+from megatron.checkpointing.manifest import layer_index
 from megatron.checkpointing.random_state import RandomState
 from megatron.checkpointing.reader import CheckpointReader, open_checkpoint
 from megatron.checkpointing.snapshot import ModelValues, OptimizerState, RunState
@@ -83,7 +84,8 @@ def load_checkpoint(
 
     None if there is nothing to load (`find_checkpoint`). Every check (files, checksums, `model` values, names, shapes)
     comes before the first copy; what does not fit raises CheckpointError with all differences in one message. `layers`
-    are the ones this rank holds (None: all). Without `optimizer_state` no optimizer is restored, as for generation.
+    are the ones this rank holds (None: all); weights of other layers may be left over. Without `optimizer_state` no
+    optimizer is restored, as for generation.
     """
     options = options or LoadOptions()
     reader = find_checkpoint(root, iteration)
@@ -93,10 +95,10 @@ def load_checkpoint(
     optimizer_tensors = _flatten(optimizer_state) if takes_optimizer and optimizer_state is not None else {}
     _check_model(reader, model or {}, finetune=options.finetune)
     try:
-        reader.verify(layers)
+        reader.verify(_needed(layers, weights))
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_alternative(root, reader.directory)}") from error
-    _check_shapes(reader, "weights", weights, reader.weight_shapes(layers))
+    _check_shapes(reader, "weights", weights, reader.weight_shapes(_needed(layers, weights)), layers)
     if takes_optimizer:
         _check_optimizer(reader, optimizer_tensors, layers)
     loaded = Loaded(
@@ -147,16 +149,27 @@ def _check_optimizer(reader: CheckpointReader, tensors: Mapping[str, Tensor], la
             f"{reader.directory} has no optimizer state (it was saved with no_save_optim): set no_load_optim: true to "
             "go on with a fresh optimizer, or finetune: true to start again at iteration 0"
         )
-    _check_shapes(reader, "optimizer state", tensors, reader.optimizer_shapes(layers))
+    _check_shapes(reader, "optimizer state", tensors, reader.optimizer_shapes(_needed(layers, tensors)), layers)
+
+
+def _needed(layers: Collection[int] | None, names: Iterable[str]) -> set[int] | None:
+    """Layers whose files are read: the rank's own and, on a last stage, that of the embedding its head is tied to."""
+    return None if layers is None else {*layers, *map(layer_index, names)}
 
 
 def _check_shapes(
-    reader: CheckpointReader, what: str, wanted: Mapping[str, Tensor], saved: Mapping[str, torch.Size]
+    reader: CheckpointReader,
+    what: str,
+    wanted: Mapping[str, Tensor],
+    saved: Mapping[str, torch.Size],
+    layers: Collection[int] | None,
 ) -> None:
+    # The rest of the layer a tied head's weight comes from is another stage's business.
+    surplus = [name for name in saved if name not in wanted and (layers is None or layer_index(name) in layers)]
     reshaped = [name for name in wanted if name in saved and wanted[name].shape != saved[name]]
     faults = [
         _list_names("missing in the checkpoint", [name for name in wanted if name not in saved]),
-        _list_names("not in this model", [name for name in saved if name not in wanted]),
+        _list_names("not in this model", surplus),
         _list_names(
             "of another shape",
             [f"{name} (saved {list(saved[name])}, here {list(wanted[name].shape)})" for name in reshaped],

@@ -36,7 +36,7 @@ def keep_top_k(logits_BV: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest tokens whose probabilities reach `top_p`, at least one; 0 and 1: all stay.
+    """Keep the fewest likeliest tokens whose probabilities reach `top_p`; 0 and 1: all stay.
 
     Nucleus sampling: Holtzman et al. 2020, arXiv 1904.09751, section 3.1.
     """
@@ -46,7 +46,6 @@ def keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
     probabilities_BV = descending_BV.softmax(dim=-1)
     before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
     enough_BV = before_BV >= top_p
-    enough_BV[:, 0] = False
     return logits_BV.masked_fill(enough_BV.scatter(-1, order_BV, enough_BV), float("-inf"))
 
 

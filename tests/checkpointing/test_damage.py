@@ -137,3 +137,13 @@ def test_a_stage_checks_and_reads_its_own_layers(two_steps):
     assert torch.equal(mine["layers.1.dense.bias"], weights(2)["layers.1.dense.bias"])
     with pytest.raises(CheckpointError, match="layer_000"):
         open_checkpoint(two_steps).verify()
+
+
+def test_a_last_stage_takes_a_tied_weight_from_the_first(tmp_path):
+    position = {"layers.0.position_embeddings.weight": torch.ones(2, 4)}
+    save_alone(tmp_path, 1, weights=weights() | position)
+    tied, norm = "layers.0.word_embeddings.weight", "layers.10.norm.weight"
+    mine = {name: tensor for name, tensor in blank(weights()).items() if name in (tied, norm)}
+    load_checkpoint(tmp_path, weights=mine, layers=[10, 11])
+    assert torch.equal(mine[tied], weights()[tied])
+    assert "layers.0.position" in refused(tmp_path, weights=mine, layers=[0, 10])
