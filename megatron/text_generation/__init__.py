@@ -2,7 +2,7 @@
 
 from megatron.text_generation.decode import CacheFactory, CausalModel, Completion, DecodeSettings, generate_tokens
 from megatron.text_generation.sampling import Sampling
-from megatron.text_generation.tasks import Sample, TextGenerator, converse, read_prompts, write_samples
+from megatron.text_generation.tasks import Sample, TextGenerator, converse, generate_text, read_prompts, write_samples
 
 __all__ = [
     "CacheFactory",
@@ -13,6 +13,7 @@ __all__ = [
     "Sampling",
     "TextGenerator",
     "converse",
+    "generate_text",
     "generate_tokens",
     "read_prompts",
     "write_samples",

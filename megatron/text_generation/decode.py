@@ -61,7 +61,7 @@ class _Row:
 
     def is_open_at(self, position: int) -> bool:
         """Whether a token at `position` or later is still to be drawn."""
-        return position < self.end and not self.completion.finished and len(self.prompt) < self.end
+        return position < self.end and not self.completion.finished
 
     def token_at(self, position: int) -> int:
         """The prompt's token at `position`; past the prompt and where nothing is drawn, any token does."""

@@ -11,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.text_generation.decode import CacheFactory, CausalModel, Completion, DecodeSettings, generate_tokens
 from megatron.text_generation.sampling import sample_generator
 
 logger = logging.getLogger(__name__)
 
+TEXT_GEN_TYPES = ("unconditional", "input-file", "interactive")
 _PROMPTS_A_BATCH = 16
 
 
@@ -112,6 +113,40 @@ class TextGenerator:
 
 def _as_lists(logits: list[Tensor]) -> list[list[float]]:
     return [logits_V.tolist() for logits_V in logits]
+
+
+def generate_text(
+    generator: TextGenerator,
+    *,
+    text_gen_type: str | None,
+    num_samples: int = 1,
+    prompt_end: str = "\n",
+    sample_input_file: str | Path | None = None,
+    sample_output_file: str | Path | None = None,
+) -> Path | None:
+    """Do what `text_gen_type` says and return the file of samples written, None after a conversation.
+
+    `unconditional` makes `num_samples` texts from nothing, `input-file` one for each prompt (by default into
+    `<sample_input_file>.output.jsonl`), `interactive` talks. ConfigError for another type or a file that is not named.
+    """
+    if text_gen_type == "interactive":
+        converse(generator, prompt_end=prompt_end)
+        return None
+    if text_gen_type == "unconditional":
+        prompts = [""] * num_samples
+        output = sample_output_file
+    elif text_gen_type == "input-file":
+        if sample_input_file is None:
+            raise ConfigError("text_gen_type is 'input-file', but sample_input_file is not set")
+        prompts = read_prompts(Path(sample_input_file), prompt_end)
+        output = sample_output_file or f"{sample_input_file}.output.jsonl"
+    else:
+        raise ConfigError(f"text_gen_type is {text_gen_type!r}: it must be one of {', '.join(TEXT_GEN_TYPES)}")
+    if output is None:
+        raise ConfigError(f"text_gen_type is {text_gen_type!r}, but sample_output_file is not set")
+    count = write_samples(generator.samples(prompts), Path(output))
+    logger.info("%d samples written to %s", count, output)
+    return Path(output)
 
 
 def read_prompts(path: Path, prompt_end: str = "\n") -> list[str]:

@@ -105,11 +105,24 @@ def test_stops_at_the_length_of_the_model():
     assert [len(completion.tokens) for completion in completions] == [1, 0, 0, 9]
 
 
-def test_model_is_not_called_for_nothing():
-    def never(tokens_BS, cache=None):
-        raise AssertionError
+@pytest.mark.parametrize(
+    ("prompts", "changes", "num_calls"),
+    [
+        ([[1], [2]], {"maximum_tokens": 0}, 0),
+        ([[2], [1] * 12], {"maximum_tokens": 3, "max_length": 10}, 3),
+        ([[18], [19]], {}, 3),
+        ([[2], [1] * 5], {"maximum_tokens": 3}, 7),
+    ],
+)
+def test_model_is_not_called_for_nothing(prompts, changes, num_calls):
+    calls = []
 
-    assert [completion.tokens for completion in run(never, [[1], [2]], cache=None, maximum_tokens=0)] == [[], []]
+    def model(tokens_BS, cache=None):
+        calls.append(tokens_BS.shape)
+        return counting(tokens_BS)
+
+    run(model, prompts, cache=None, vocab_size=30, **changes)
+    assert len(calls) == num_calls
 
 
 def test_logits_on_request():

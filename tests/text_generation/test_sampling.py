@@ -25,7 +25,9 @@ def test_top_p_as_transformers(top_p):
         assert torch.equal(keep_top_p(scores, top_p), TopPLogitsWarper(top_p)(None, scores))
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 10, 0.8), (1.5, 3, 0.95), (1.0, 40, 0.3), (3.0, 5, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 10, 0.8), (1.5, 3, 0.95), (1.0, 40, 0.3), (3.0, 5, 0.8)]
+)
 def test_all_together_as_transformers(temperature, top_k, top_p):
     scores = logits()
     for warper in (TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):

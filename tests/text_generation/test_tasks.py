@@ -1,13 +1,15 @@
+import io
 import json
 
 import pytest
 
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.text_generation import (
     DecodeSettings,
     Sampling,
     TextGenerator,
     converse,
+    generate_text,
     read_prompts,
     write_samples,
 )
@@ -134,3 +136,32 @@ def contexts(decoder, lines, prompt_end):
 def test_conversation(decoder):
     assert contexts(decoder, ["one", "two"], "\n") == ["one", "two"]
     assert contexts(decoder, ["one", "more!", "two", "left open"], "!") == ["one\nmore"]
+
+
+def test_types_of_generation(decoder, tmp_path, monkeypatch, capsys):
+    generator = text_generator(decoder)
+    output = tmp_path / "out.jsonl"
+    assert generate_text(generator, text_gen_type="unconditional", num_samples=3, sample_output_file=output) == output
+    assert len(output.read_text().splitlines()) == 3
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n")
+    written = generate_text(generator, text_gen_type="input-file", sample_input_file=prompts, num_samples=7)
+    assert written == tmp_path / "prompts.txt.output.jsonl"
+    assert [json.loads(line)["context"] for line in written.read_text().splitlines()] == ["one", "two"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert generate_text(generator, text_gen_type="interactive") is None
+    assert next(iter(generator.samples(["one"]))).text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text_gen_type", "named"),
+    [
+        (None, "unconditional, input-file, interactive"),
+        ("precompute", "'precompute'"),
+        ("input-file", "sample_input_file"),
+        ("unconditional", "sample_output_file"),
+    ],
+)
+def test_what_is_missing_is_named(decoder, text_gen_type, named):
+    with pytest.raises(ConfigError, match=named):
+        generate_text(text_generator(decoder), text_gen_type=text_gen_type)
