@@ -11,6 +11,7 @@ Nothing here knows torch.distributed: a rank says what it writes and passes a wa
 """
 
 from megatron.checkpointing.catalog import Retention, find_latest, saved_iterations
+from megatron.checkpointing.model_values import model_values
 from megatron.checkpointing.random_state import RandomState
 from megatron.checkpointing.reader import CheckpointReader, open_checkpoint
 from megatron.checkpointing.restore import Loaded, LoadOptions, find_checkpoint, load_checkpoint
@@ -44,6 +45,7 @@ __all__ = [
     "find_checkpoint",
     "find_latest",
     "load_checkpoint",
+    "model_values",
     "open_checkpoint",
     "save",
     "save_iterations",

@@ -129,6 +129,9 @@ def generate_text(
     `unconditional` makes `num_samples` texts from nothing, `input-file` one for each prompt (by default into
     `<sample_input_file>.output.jsonl`), `interactive` talks. ConfigError for another type or a file that is not named.
     """
+    sampling = generator.settings.sampling
+    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p):
+        logger.warning("temperature is 0: the likeliest token is always taken, and top_k and top_p change nothing")
     if text_gen_type == "interactive":
         converse(generator, prompt_end=prompt_end)
         return None

@@ -165,3 +165,12 @@ def test_types_of_generation(decoder, tmp_path, monkeypatch, capsys):
 def test_what_is_missing_is_named(decoder, text_gen_type, named):
     with pytest.raises(ConfigError, match=named):
         generate_text(text_generator(decoder), text_gen_type=text_gen_type)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"), [(Sampling(0.0, 5), True), (Sampling(), False), (Sampling(1.0, 5), False)]
+)
+def test_filters_without_a_temperature_are_said_to_do_nothing(decoder, tmp_path, caplog, sampling, said):
+    generator = text_generator(decoder, sampling=sampling)
+    generate_text(generator, text_gen_type="unconditional", sample_output_file=tmp_path / "out")
+    assert ("temperature is 0" in caplog.text) == said
