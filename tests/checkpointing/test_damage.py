@@ -147,3 +147,7 @@ def test_a_last_stage_takes_a_tied_weight_from_the_first(tmp_path):
     load_checkpoint(tmp_path, weights=mine, layers=[10, 11])
     assert torch.equal(mine[tied], weights()[tied])
     assert "layers.0.position" in refused(tmp_path, weights=mine, layers=[0, 10])
+    file = tmp_path / "global_step1" / "layer_000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match="layer_000"):
+        load_checkpoint(tmp_path, weights=mine, layers=[10, 11])
