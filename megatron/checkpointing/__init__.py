@@ -1,1 +1,53 @@
-"""Checkpoints laid out by layer, written atomically, read back bit for bit."""
+"""Checkpoints: laid out by layer, independent of the parallelism; published atomically; checked before use.
+
+    global_step<N>/
+      manifest.json                       iteration, model values, parallel sizes, every file with size and checksum
+      layer_000.safetensors               weights of a layer, whole, in the dtype they were trained in
+      optimizer_layer_000.safetensors     `<parameter>/<state>`: master weights, moments, whole
+      state.json                          iteration, consumed samples, schedule, loss scale
+      random_rank_000.safetensors         random number generators of a data rank
+
+Nothing here knows torch.distributed: a rank says what it writes and passes a way to agree with the others.
+"""
+
+from megatron.checkpointing.catalog import Retention, find_latest, saved_iterations
+from megatron.checkpointing.model_values import model_values
+from megatron.checkpointing.random_state import RandomState
+from megatron.checkpointing.reader import CheckpointReader, open_checkpoint
+from megatron.checkpointing.restore import Loaded, LoadOptions, find_checkpoint, load_checkpoint
+from megatron.checkpointing.save import Part, SaveRole, save
+from megatron.checkpointing.schedule import save_iterations
+from megatron.checkpointing.snapshot import (
+    LossScaleState,
+    ModelValues,
+    OptimizerState,
+    ParallelSizes,
+    RunState,
+    Scalar,
+    Snapshot,
+)
+
+__all__ = [
+    "CheckpointReader",
+    "LoadOptions",
+    "Loaded",
+    "LossScaleState",
+    "ModelValues",
+    "OptimizerState",
+    "ParallelSizes",
+    "Part",
+    "RandomState",
+    "Retention",
+    "RunState",
+    "SaveRole",
+    "Scalar",
+    "Snapshot",
+    "find_checkpoint",
+    "find_latest",
+    "load_checkpoint",
+    "model_values",
+    "open_checkpoint",
+    "save",
+    "save_iterations",
+    "saved_iterations",
+]

@@ -1,0 +1,89 @@
+"""Text from a trained model, in one process: `python generate.py a.yml b.yml --set load=checkpoints`.
+
+Takes the files and options `train.py` takes; NeoX's text generation arguments say what to write and where.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron.checkpointing import LoadOptions, load_checkpoint, model_values
+from megatron.errors import CheckpointError, ConfigError, UserError
+from megatron.model.decoder import Decoder, decoder_layers
+from megatron.model.kv_cache import KVCache
+from megatron.mpu.tensor_parallel import TensorParallel
+from megatron.neox_arguments import NeoXArgs, load_args
+from megatron.text_generation import DecodeSettings, Sampling, TextGenerator, generate_text
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+
+def main() -> int:
+    """Run `text_gen_type` and return the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", help="YAML files, merged left to right")
+    parser.add_argument("-d", "--conf_dir", help="directory of the files")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the files")
+    options = parser.parse_args()
+    try:
+        args = load_args(options.files, overrides=options.set, conf_dir=options.conf_dir, world_size=1)
+        generate(args)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def generate(args: NeoXArgs) -> None:
+    """Load the latest checkpoint under `load` and do what the text generation section asks."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    tokenizer = build_tokenizer(args.data.tokenizer_type, args.data.vocab_file, args.data.merge_file)
+    section = args.text_generation
+    generator = TextGenerator(
+        load_model(args, device),
+        tokenizer,
+        decode_settings(args, tokenizer),
+        seed=args.training.seed,
+        make_cache=None if section.recompute else KVCache,
+        device=device,
+    )
+    generate_text(
+        generator,
+        text_gen_type=section.text_gen_type,
+        num_samples=section.num_samples,
+        prompt_end=section.prompt_end,
+        sample_input_file=section.sample_input_file,
+        sample_output_file=section.sample_output_file,
+    )
+
+
+def load_model(args: NeoXArgs, device: torch.device) -> Decoder:
+    """The trained decoder on `device`, whatever parallelism it was trained with."""
+    if args.checkpoint.load is None:
+        raise ConfigError("load is not set: give the directory of the checkpoints to generate from")
+    decoder = Decoder(decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel()))
+    root = Path(args.checkpoint.load)
+    weights, options = dict(decoder.named_parameters()), LoadOptions(no_load_rng=True)
+    if load_checkpoint(root, weights=weights, model=model_values(args.model), options=options) is None:
+        raise CheckpointError(f"there is no checkpoint under load: {root}")
+    return decoder.to(device).eval()
+
+
+def decode_settings(args: NeoXArgs, tokenizer: Tokenizer) -> DecodeSettings:
+    """How long and how freely to write."""
+    section = args.text_generation
+    return DecodeSettings(
+        sampling=Sampling(section.temperature, section.top_k, section.top_p),
+        maximum_tokens=section.maximum_tokens,
+        max_length=args.model.max_position_embeddings,
+        eod=tokenizer.eod,
+        vocab_size=tokenizer.vocab_size,
+        return_logits=section.return_logits,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What a checkpoint holds, before it is laid out in files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megatron.checkpointing.random_state import RandomState
+
+# Values of the configuration that decide whether weights fit a model, by their NeoX names.
+Scalar = bool | int | float | str | None
+ModelValues = Mapping[str, Scalar]
+# State tensors by parameter name, then by state name ("master", "exp_avg", ...), each whole: as if there were one rank.
+OptimizerState = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class LossScaleState:
+    """Where a dynamic loss scale stands: its value, steps since it last changed, overflows it still tolerates."""
+
+    scale: float
+    good_steps: int = 0
+    hysteresis_left: int = 1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Counters of a run. A skipped (overflowed) iteration counts in `iteration` but not in `num_updates`."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    num_updates: int = 0
+    skipped_iterations: int = 0
+    loss_scale: LossScaleState | None = None
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of the rank grid."""
+
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's view of a run at a step boundary. Tensors are read while saving, never changed or kept.
+
+    `weights` and `optimizer_state` use the names `layers.<index>.<...>`, the same whatever the pipeline size; a weight
+    shared by two layers appears once, under its first name. With several pipeline stages a rank has the layers of its
+    own.
+    """
+
+    weights: Mapping[str, Tensor]
+    run_state: RunState
+    optimizer_state: OptimizerState | None = None
+    random_state: RandomState | None = None
+    model: ModelValues = field(default_factory=dict)
+    parallel_sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    bucket_plan: Sequence[Sequence[str]] | None = None

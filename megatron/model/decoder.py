@@ -1,0 +1,144 @@
+"""The decoder as a flat list of layers, and the module that runs a stage's share of it.
+
+Layer 0 is the embedding, 1 .. num_layers are the blocks, then come the final norm and the head. A parameter is named
+`layers.<index>.<...>` by its place in the whole list, so names do not change with the number of stages. Activations are
+batch first (B S H), which is what attention wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.model.block import Block
+from megatron.model.ends import Embedding, FinalNorm, Head
+from megatron.model.init import initialize
+from megatron.model.kv_cache import KVCache
+from megatron.mpu.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.model import ModelArgs
+
+LayerKind = Literal["embedding", "block", "final_norm", "head"]
+
+EMBEDDING_WEIGHT = "word_embeddings.weight"
+HEAD_WEIGHT = "final_linear.weight"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of the list, not built yet: any process can build any of them, at no cost for the others."""
+
+    index: int
+    kind: LayerKind
+    args: ModelArgs
+    seed: int
+    tensor_parallel: TensorParallel
+
+    def build(self) -> nn.Module:
+        """Return the layer with its starting values, on the current default device (on meta: without values).
+
+        Called as `layer(x, cache)`; takes tokens_BS (embedding) or x_BSH and returns x_BSH or logits_BSV (head).
+        """
+        module = self._construct()
+        self.initialize(module)
+        return module
+
+    def initialize(self, module: nn.Module) -> None:
+        """Overwrite the layer's parameters with their starting values, as after `to_empty` of a meta build."""
+        initialize(module, seed=self.seed, parameter_name=self.parameter_name)
+
+    def parameter_name(self, local_name: str) -> str:
+        """Return the whole model's name of a parameter of this layer; a tied head's weight is the embedding's."""
+        if self.kind == "head" and local_name == self.tied_weight:
+            return f"layers.0.{EMBEDDING_WEIGHT}"
+        return f"layers.{self.index}.{local_name}"
+
+    @property
+    def tied_weight(self) -> str | None:
+        """The local name of the weight that embedding and head share, in either of the two where they do."""
+        if self.args.no_weight_tying:
+            return None
+        return {"embedding": EMBEDDING_WEIGHT, "head": HEAD_WEIGHT}.get(self.kind)
+
+    def _construct(self) -> nn.Module:
+        if self.kind == "embedding":
+            return Embedding(self.args, self.tensor_parallel)
+        if self.kind == "block":
+            return Block(self.args, self.index, self.tensor_parallel)
+        if self.kind == "final_norm":
+            return FinalNorm(self.args)
+        return Head(self.args, self.tensor_parallel)
+
+
+def decoder_layers(args: ModelArgs, *, seed: int, tensor_parallel: TensorParallel) -> list[LayerSpec]:
+    """Return the whole decoder as num_layers + 3 specs; a stage builds a consecutive run of them."""
+
+    def spec(index: int, kind: LayerKind) -> LayerSpec:
+        return LayerSpec(index, kind, args, seed, tensor_parallel)
+
+    blocks = [spec(index, "block") for index in range(1, args.num_layers + 1)]
+    return [
+        spec(0, "embedding"),
+        *blocks,
+        spec(args.num_layers + 1, "final_norm"),
+        spec(args.num_layers + 2, "head"),
+    ]
+
+
+class Decoder(nn.Module):
+    """Builds and runs one stage's consecutive layers; with all of them, the whole decoder.
+
+    Where embedding and tied head are both here they share one Parameter. With `checkpoint_activations` the blocks are
+    recomputed in backward, `checkpoint_num_layers` of them at a time, counted from the stage's first.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(spec.index): spec.build() for spec in specs})
+        self._tie_head(specs)
+        args = specs[0].args
+        self.recomputes = args.checkpoint_activations
+        self.has_dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
+        blocks = [spec.index for spec in specs if spec.kind == "block"]
+        self.before_blocks = [str(spec.index) for spec in specs if spec.kind == "embedding"]
+        self.block_segments = [
+            [str(index) for index in blocks[first : first + args.checkpoint_num_layers]]
+            for first in range(0, len(blocks), args.checkpoint_num_layers)
+        ]
+        self.after_blocks = [str(spec.index) for spec in specs if spec.kind in ("final_norm", "head")]
+
+    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """Map tokens_BS (or the previous stage's x_BSH) to logits_BSV (or x_BSH for the next stage).
+
+        With a cache, the tokens follow those it holds; call it without gradients.
+        """
+        recompute = self.recomputes and self.training and torch.is_grad_enabled()
+        num_tokens = x.shape[1]
+        x = self._run(self.before_blocks, x, cache)
+        for segment in self.block_segments:
+            if recompute:
+                x = checkpoint(self._run, segment, x, use_reentrant=False, preserve_rng_state=self.has_dropout)
+            else:
+                x = self._run(segment, x, cache)
+        x = self._run(self.after_blocks, x, cache)
+        if cache is not None:
+            cache.advance(num_tokens)
+        return x
+
+    def _run(self, names: list[str], x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        for name in names:
+            x = self.layers[name](x, cache)
+        return x
+
+    def _tie_head(self, specs: Sequence[LayerSpec]) -> None:
+        layers = [self.layers[str(spec.index)] for spec in specs if spec.tied_weight is not None]
+        if len(layers) == 2:
+            embedding, head = layers
+            assert isinstance(embedding, Embedding) and isinstance(head, Head)
+            head.final_linear.weight = embedding.word_embeddings.weight

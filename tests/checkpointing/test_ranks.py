@@ -1,0 +1,120 @@
+"""Several processes save one checkpoint: two data ranks, and two pipeline stages."""
+
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.checkpointing import ParallelSizes, RandomState, SaveRole, durable, load_checkpoint, open_checkpoint, save
+from megatron.errors import CheckpointError
+from tests.checkpointing.runs import ALONE, blank, optimizer_state, save_alone, snapshot, weights
+
+TIMEOUT_S = 60
+
+
+class Agreement:
+    """All ranks pass a flag and learn whether all were True; one slot a rank, two barriers a call."""
+
+    def __init__(self, context, size):
+        self.barrier = context.Barrier(size, timeout=TIMEOUT_S)
+        self.flags = context.Array("b", size)
+
+    def __call__(self, rank, ok):
+        self.flags[rank] = ok
+        self.barrier.wait()
+        everyone = all(self.flags)
+        self.barrier.wait()
+        return everyone
+
+
+def run_rank(root, rank, agreement, outcome, fails):
+    if fails:
+        durable.write_file = lambda path, content: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    content = replace(snapshot(7), random_state=RandomState.from_seed(rank), parallel_sizes=ParallelSizes(dp=2))
+    try:
+        save(root, content, role=SaveRole.of_data_rank(rank, 2, rank), agree=lambda ok: agreement(rank, ok))
+        outcome.put((rank, "saved"))
+    except CheckpointError as error:
+        outcome.put((rank, str(error)))
+
+
+def run_two_ranks(root, failing_rank=None):
+    context = multiprocessing.get_context("fork")
+    agreement, outcome = Agreement(context, 2), context.Queue()
+    ranks = [
+        context.Process(target=run_rank, args=(root, rank, agreement, outcome, rank == failing_rank)) for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    outcomes = dict(outcome.get(timeout=TIMEOUT_S) for _ in ranks)
+    for process in ranks:
+        process.join(TIMEOUT_S)
+    return outcomes
+
+
+def test_two_data_ranks(tmp_path):
+    assert run_two_ranks(tmp_path) == {0: "saved", 1: "saved"}
+    reader = open_checkpoint(tmp_path / "global_step7")
+    reader.verify()
+    assert reader.manifest.parallel_sizes == ParallelSizes(dp=2)
+    for rank in (0, 1):
+        assert torch.equal(reader.random_state(rank).torch_cpu, RandomState.from_seed(rank).torch_cpu)
+    assert sum(name.name.startswith("layer_") for name in reader.manifest.files) == 3
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_one_rank_fails_all_ranks_know(tmp_path, failing_rank):
+    save_alone(tmp_path, 6)
+    outcomes = run_two_ranks(tmp_path, failing_rank)
+    assert "No space left on device" in outcomes[failing_rank]
+    assert "another rank failed" in outcomes[1 - failing_rank]
+    assert load_checkpoint(tmp_path, weights=blank(weights())).run_state.iteration == 6
+
+
+def roles_in_turn(root, contents, roles):
+    """Save as several ranks in one process: each rank's part is written while rank 0 waits for them."""
+    others = iter(zip(contents[1:], roles[1:], strict=True))
+    calls = []
+
+    def agree(ok):
+        calls.append(ok)
+        if len(calls) == 2:
+            for content, role in others:
+                save(root, content, role=role, agree=bool)
+        return ok
+
+    return save(root, contents[0], role=roles[0], agree=agree)
+
+
+def split_by_layer(content, layers):
+    def mine(named):
+        return {name: value for name, value in named.items() if int(name.split(".")[1]) in layers}
+
+    return replace(content, weights=mine(content.weights), optimizer_state=mine(content.optimizer_state))
+
+
+def test_pipeline_stages_write_the_same_files_as_one(tmp_path):
+    whole = snapshot(7)
+    alone = save_alone(tmp_path / "alone", 7)
+    stages = [split_by_layer(whole, layers) for layers in ([0], [1, 10])]
+    roles = [SaveRole.of_data_rank(0, 2, 0), SaveRole.of_data_rank(1, 2, 0, is_first_stage=False)]
+    staged = roles_in_turn(tmp_path / "staged", stages, roles)
+    files = sorted(path.name for path in alone.iterdir())
+    assert files == sorted(path.name for path in staged.iterdir())
+    for name in files:
+        if name != "manifest.json":
+            assert (alone / name).read_bytes() == (staged / name).read_bytes()
+    assert optimizer_state(7).keys() == weights(7).keys()
+
+
+def test_overlapping_roles_are_refused(tmp_path):
+    roles = [replace(ALONE, world_size=2), SaveRole(1, 2, 0, frozenset({"weights"}))]
+    with pytest.raises(CheckpointError, match="more than one rank wrote layer_000"):
+        roles_in_turn(tmp_path, [snapshot(7)] * 2, roles)
+
+
+def test_absent_rank_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"rank\(s\) 1, 2 did not write"):
+        save(tmp_path, snapshot(7), role=replace(ALONE, world_size=3), agree=bool)
+    assert not (tmp_path / "latest").exists()
