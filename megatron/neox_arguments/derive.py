@@ -1,0 +1,175 @@
+"""Everything that follows from other arguments, worked out in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.errors import ConfigError
+from megatron.neox_arguments.checkpoint import CheckpointArgs
+from megatron.neox_arguments.model import GATED_ACTIVATIONS, ModelArgs
+from megatron.neox_arguments.optimizer import OptimizerArgs
+from megatron.neox_arguments.parallelism import ParallelismArgs, WireDtype
+from megatron.neox_arguments.training import TrainingArgs
+
+
+def pad_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
+    """Round a vocabulary up so that each tensor rank has an equal share, a multiple of `divisible_by`."""
+    multiple = divisible_by * model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def derive_model(model: ModelArgs) -> ModelArgs:
+    """Fill in head counts, widths and lengths. Raises ConfigError where they do not fit together."""
+    num_kv_heads = model.num_kv_heads or model.num_attention_heads
+    max_positions = model.max_position_embeddings or model.seq_length
+    if model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"hidden_size {model.hidden_size} is not a multiple of num_attention_heads {model.num_attention_heads}"
+        )
+    if model.num_attention_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_attention_heads {model.num_attention_heads} is not a multiple of num_kv_heads {num_kv_heads}"
+        )
+    if max_positions < model.seq_length:
+        raise ConfigError(f"seq_length {model.seq_length} is longer than max_position_embeddings {max_positions}")
+    if model.gpt_j_tied and not model.gpt_j_residual:
+        raise ConfigError("gpt_j_tied needs gpt_j_residual: only side by side can attention and MLP share a norm")
+    if model.pos_emb == "rotary" and int(model.hidden_size // model.num_attention_heads * model.rotary_pct) % 2:
+        raise ConfigError(
+            f"rotary_pct {model.rotary_pct} of a head of {model.hidden_size // model.num_attention_heads} dims is not "
+            "an even number of dims, which rotary rotates in pairs"
+        )
+    return model.model_copy(
+        update={
+            "num_kv_heads": num_kv_heads,
+            "max_position_embeddings": max_positions,
+            "ffn_hidden_size": model.ffn_hidden_size or _ffn_hidden_size(model),
+        }
+    )
+
+
+def _ffn_hidden_size(model: ModelArgs) -> int:
+    """Width between the two matrices of the MLP.
+
+    Without a gate it is `intermediate_size`. With one, a third matrix is paid for by a narrower MLP: two thirds of
+    `expansion_factor` x `hidden_size`, rounded up to `mlp_multiple_of` (Shazeer, GLU Variants Improve Transformer,
+    2020). Public configurations give `intermediate_size` of a gated MLP in two ways: the width itself (Mistral 7B:
+    14336), or, together with `mlp_multiple_of`, three times the width before rounding (LLaMA 7B: 32768 and 256 for
+    11008).
+    """
+    width = model.intermediate_size or int((model.expansion_factor or 4.0) * model.hidden_size)
+    if model.activation not in GATED_ACTIVATIONS or (model.intermediate_size and model.mlp_multiple_of == 1):
+        return width
+    narrowed = width // 3 if model.intermediate_size else width * 2 // 3
+    return -(-narrowed // model.mlp_multiple_of) * model.mlp_multiple_of
+
+
+def derive_parallelism(parallelism: ParallelismArgs, optimizer: OptimizerArgs, world_size: int) -> ParallelismArgs:
+    """Fill in the grid's sizes and the dtype on the wire. Raises ConfigError, with numbers, where they do not fit."""
+    stages = max(parallelism.pipe_parallel_size, 1)
+    model_ranks = stages * parallelism.model_parallel_size
+    if world_size % model_ranks:
+        raise ConfigError(
+            f"{world_size} processes cannot be divided into pipe_parallel_size {stages} x model_parallel_size "
+            f"{parallelism.model_parallel_size} = {model_ranks} for each copy of the model"
+        )
+    data_parallel_size = world_size // model_ranks
+    for name, value, derived in (
+        ("world_size", parallelism.world_size, world_size),
+        ("data_parallel_size", parallelism.data_parallel_size, data_parallel_size),
+    ):
+        if value not in (None, derived):
+            raise ConfigError(f"{name} is set to {value}, but this run has {derived}")
+    return parallelism.model_copy(
+        update={
+            "pipe_parallel_size": stages,
+            "world_size": world_size,
+            "data_parallel_size": data_parallel_size,
+            "grad_wire_dtype": _grad_wire_dtype(parallelism, optimizer),
+        }
+    )
+
+
+def _grad_wire_dtype(parallelism: ParallelismArgs, optimizer: OptimizerArgs) -> WireDtype:
+    """Return the dtype gradients travel in; fp32, which they are accumulated in, unless something else is asked for."""
+    wanted: dict[str, WireDtype] = {}
+    if parallelism.communication_data_type is not None:
+        wanted[f"communication_data_type: {parallelism.communication_data_type}"] = parallelism.communication_data_type
+    if parallelism.fp32_allreduce:
+        wanted["fp32_allreduce: true"] = "fp32"
+    if parallelism.grad_reduce_in_fp32 is not None:
+        in_fp32 = parallelism.grad_reduce_in_fp32
+        wanted[f"grad_reduce_in_fp32: {str(in_fp32).lower()}"] = "fp32" if in_fp32 else optimizer.precision
+    if len(set(wanted.values())) > 1:
+        raise ConfigError(f"{' and '.join(wanted)} ask for different dtypes of gradients on the wire")
+    return next(iter(wanted.values()), "fp32")
+
+
+def derive_training(training: TrainingArgs, data_parallel_size: int) -> TrainingArgs:
+    """Solve train_batch_size = micro-batch x accumulation x data-parallel size for what is unset.
+
+    Raises ConfigError with the numbers when they contradict each other or nothing gives the size of a batch.
+    """
+    batch = _Batch(
+        training.train_batch_size, training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
+    )
+    solved = batch.solve(data_parallel_size)
+    return training.model_copy(
+        update={
+            "train_batch_size": solved.total,
+            "train_micro_batch_size_per_gpu": solved.micro,
+            "gradient_accumulation_steps": solved.accumulation,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    total: int | None
+    micro: int | None
+    accumulation: int | None
+
+    def solve(self, data_parallel_size: int) -> _Batch:
+        total, micro, accumulation = self.total, self.micro, self.accumulation
+        if total is None and micro is None:
+            raise ConfigError(
+                "nothing gives the size of a batch: set train_micro_batch_size_per_gpu or train_batch_size"
+            )
+        if total is None:
+            accumulation = accumulation or 1
+            total = (micro or 0) * accumulation * data_parallel_size
+        elif micro is None:
+            accumulation = accumulation or 1
+            micro = total // (accumulation * data_parallel_size)
+        elif accumulation is None:
+            accumulation = total // (micro * data_parallel_size)
+        if not micro or not accumulation or micro * accumulation * data_parallel_size != total:
+            raise ConfigError(
+                f"train_batch_size {total} is not train_micro_batch_size_per_gpu "
+                f"{'(unset)' if self.micro is None else self.micro} x gradient_accumulation_steps "
+                f"{'(unset)' if self.accumulation is None else self.accumulation} x data-parallel size "
+                f"{data_parallel_size}"
+            )
+        return _Batch(total, micro, accumulation)
+
+
+def derive_optimizer(optimizer: OptimizerArgs, train_iters: int) -> OptimizerArgs:
+    """Fill in the length of the decay."""
+    if optimizer.lr_decay_iters is not None and optimizer.lr_decay_fraction is not None:
+        raise ConfigError("lr_decay_iters and lr_decay_fraction both say how long the rate decays: set one of them")
+    fraction = 1.0 if optimizer.lr_decay_fraction is None else optimizer.lr_decay_fraction
+    decay_iters = optimizer.lr_decay_iters or max(1, round(fraction * train_iters))
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"min_lr {optimizer.min_lr} is above lr {optimizer.lr}")
+    return optimizer.model_copy(update={"lr_decay_iters": decay_iters})
+
+
+def check_checkpoint(checkpoint: CheckpointArgs) -> None:
+    """Refuse a spacing of checkpoints that is none."""
+    factor = checkpoint.checkpoint_factor
+    if factor is None:
+        return
+    if checkpoint.checkpoint_scale == "log" and factor <= 1:
+        raise ConfigError(f"checkpoint_factor {factor} must be greater than 1 with checkpoint_scale log")
+    if checkpoint.checkpoint_scale == "linear" and factor != int(factor):
+        raise ConfigError(f"checkpoint_factor {factor} must be a whole number with checkpoint_scale linear")

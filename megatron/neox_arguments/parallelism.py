@@ -1,0 +1,53 @@
+"""How ranks are arranged, and when and how gradients are reduced."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron.neox_arguments.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+WireDtype = Literal["fp32", "bfloat16", "fp16"]
+
+
+class ParallelismArgs(Section):
+    """The rank grid and the reduction of gradients."""
+
+    pipe_parallel_size: NonNegativeInt = 0
+    """Number of pipeline stages. 0 and 1 mean the same: one stage, no pipeline."""
+    model_parallel_size: PositiveInt = 1
+    """Number of ranks that split each layer (tensor parallelism)."""
+    data_parallel_size: PositiveInt | None = None
+    """Derived: world size over pipe and tensor sizes. If set, it must be just that."""
+    world_size: PositiveInt | None = None
+    """Derived: number of processes of the run."""
+    distributed_backend: Literal["nccl", "gloo", "mpi", "ucc", "xccl", "hccl"] | None = None
+    """torch.distributed backend. Unset: gloo without an accelerator, else the accelerator's own."""
+    distributed_timeout_seconds: PositiveInt = 600
+    """A collective that takes longer than this ends the run on every rank."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What is sharded over the data ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Also
+    `zero_optimization.stage`."""
+
+    overlap_grad_reduce: bool = False
+    """Start the reduction of each gradient bucket while backward goes on, instead of after it. Same bits either way."""
+    ddp_bucket_size: PositiveInt | None = None
+    """Gradient elements in a bucket. Smaller buckets start earlier, larger ones cost less each. Unset: chosen."""
+    grad_reduce_in_fp32: bool | None = None
+    """Send gradients in fp32 (true) or in the training precision (false). Unset: fp32, which gradients are accumulated
+    in."""
+    fp32_allreduce: bool = False
+    """NeoX's name for `grad_reduce_in_fp32: true`."""
+    communication_data_type: WireDtype | None = None
+    """Dtype in which gradients are sent, whatever the training precision. They are accumulated in fp32 all the same."""
+    grad_wire_dtype: WireDtype | None = None
+    """Derived from the three above."""
+    prescale_gradients: bool = True
+    """Divide by the data-parallel size while accumulating in fp32, which costs nothing. False: divide the sum in a pass
+    of its own after the collective, as DeepSpeed does by default."""
+    gradient_predivide_factor: PositiveFloat = 1.0
+    """With `prescale_gradients: false`, divide by this before the collective and by the rest after it."""
+    average_in_collective: bool = False
+    """Let the backend average instead of dividing ourselves."""
+    check_for_nan_in_grad: bool = False
+    """Before each bucket is sent, stop with the parameter's name if a gradient is not finite. Waits for the device."""

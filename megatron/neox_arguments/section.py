@@ -1,0 +1,26 @@
+"""What all sections of arguments share: frozen, strict about types, and documented field by field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A group of arguments. The text under a field is its documentation: unit, allowed values, consequence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+def _whole_number(value: Any) -> Any:
+    """Take `1e3` for 1000, as YAML reads it; anything that is not a whole number is left to be refused."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole_number)]
+PositiveInt = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
+NonNegativeInt = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
