@@ -18,7 +18,6 @@ from megatron.checkpointing.restore import Loaded, LoadOptions, find_checkpoint,
 from megatron.checkpointing.save import Part, SaveRole, save
 from megatron.checkpointing.schedule import save_iterations
 from megatron.checkpointing.snapshot import (
-    LossScaleState,
     ModelValues,
     OptimizerState,
     ParallelSizes,
@@ -31,7 +30,6 @@ __all__ = [
     "CheckpointReader",
     "LoadOptions",
     "Loaded",
-    "LossScaleState",
     "ModelValues",
     "OptimizerState",
     "ParallelSizes",

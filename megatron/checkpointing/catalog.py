@@ -1,10 +1,10 @@
 """The checkpoints under one `save` directory: their names, which is the latest, which may be deleted.
 
-    <save>/global_step<N>/           a complete checkpoint
-    <save>/latest                    the name of the one to resume from
-    <save>/.global_step<N>.tmp       being written, or what an interrupted save left
-    <save>/.global_step<N>.old       the complete predecessor of a `global_step<N>` that is being saved again
-    <save>/.global_step<N>.deleted   on its way out
+<save>/global_step<N>/           a complete checkpoint
+<save>/latest                    the name of the one to resume from
+<save>/.global_step<N>.tmp       being written, or what an interrupted save left
+<save>/.global_step<N>.old       the complete predecessor of a `global_step<N>` that is being saved again
+<save>/.global_step<N>.deleted   on its way out
 """
 
 import logging

@@ -21,7 +21,7 @@ from megatron.checkpointing.manifest import (
     weights_file,
 )
 from megatron.checkpointing.random_state import RandomState
-from megatron.checkpointing.snapshot import LossScaleState, RunState
+from megatron.checkpointing.snapshot import RunState
 from megatron.errors import CheckpointError
 
 
@@ -59,8 +59,7 @@ class CheckpointReader:
         path = self.directory / STATE_FILE
         try:
             content = json.loads(path.read_bytes())
-            scale = content.pop("loss_scale")
-            return RunState(**content, loss_scale=None if scale is None else LossScaleState(**scale))
+            return RunState(**content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 

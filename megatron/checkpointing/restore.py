@@ -192,7 +192,7 @@ def _run_state(reader: CheckpointReader, options: LoadOptions) -> RunState:
         return RunState()
     if options.no_load_optim:
         logger.info("no_load_optim: optimizer, loss scale and learning-rate schedule start anew at %s", saved.iteration)
-        return replace(saved, num_updates=0, loss_scale=None)
+        return replace(saved, num_updates=0, loss_scale={})
     return saved
 
 

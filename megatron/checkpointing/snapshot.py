@@ -15,23 +15,17 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class LossScaleState:
-    """Where a dynamic loss scale stands: its value, steps since it last changed, overflows it still tolerates."""
-
-    scale: float
-    good_steps: int = 0
-    hysteresis_left: int = 1
-
-
-@dataclass(frozen=True)
 class RunState:
-    """Counters of a run. A skipped (overflowed) iteration counts in `iteration` but not in `num_updates`."""
+    """Counters of a run. A skipped (overflowed) iteration counts in `iteration` but not in `num_updates`.
+
+    `loss_scale` is what a dynamic loss scale needs to go on; empty without one.
+    """
 
     iteration: int = 0
     consumed_train_samples: int = 0
     num_updates: int = 0
     skipped_iterations: int = 0
-    loss_scale: LossScaleState | None = None
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

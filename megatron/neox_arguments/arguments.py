@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -69,6 +69,12 @@ _SECTIONS: dict[str, type[Section]] = {
     for name, field in NeoXArgs.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
+_TAKES_NULL = {
+    key
+    for section in _SECTIONS.values()
+    for key, field in section.model_fields.items()
+    if type(None) in get_args(field.annotation)
+}
 _SECTION_OF = {key: name for name, section in _SECTIONS.items() for key in section.model_fields}
 
 
@@ -98,7 +104,9 @@ def _build(settings: dict[str, Setting], world_size: int | None) -> NeoXArgs:
     by_section: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for key, setting in flat.items():
         if key in _SECTION_OF:
-            by_section[_SECTION_OF[key]][key] = setting.value
+            # NeoX writes null for unset, also where null is no value of the argument.
+            if setting.value is not None or key in _TAKES_NULL:
+                by_section[_SECTION_OF[key]][key] = setting.value
         elif key in HINTS:
             notices.append(f"{key}: {HINTS[key]}")
         else:

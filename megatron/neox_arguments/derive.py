@@ -9,6 +9,7 @@ from megatron.neox_arguments.checkpoint import CheckpointArgs
 from megatron.neox_arguments.model import GATED_ACTIVATIONS, ModelArgs
 from megatron.neox_arguments.optimizer import OptimizerArgs
 from megatron.neox_arguments.parallelism import ParallelismArgs, WireDtype
+from megatron.neox_arguments.section import DERIVED
 from megatron.neox_arguments.training import TrainingArgs
 
 
@@ -66,6 +67,8 @@ def _ffn_hidden_size(model: ModelArgs) -> int:
 
 def derive_parallelism(parallelism: ParallelismArgs, optimizer: OptimizerArgs, world_size: int) -> ParallelismArgs:
     """Fill in the grid's sizes and the dtype on the wire. Raises ConfigError, with numbers, where they do not fit."""
+    if "grad_wire_dtype" in parallelism.model_fields_set:
+        raise ConfigError("grad_wire_dtype is derived: set communication_data_type")
     stages = max(parallelism.pipe_parallel_size, 1)
     model_ranks = stages * parallelism.model_parallel_size
     if world_size % model_ranks:
@@ -78,7 +81,7 @@ def derive_parallelism(parallelism: ParallelismArgs, optimizer: OptimizerArgs, w
         ("world_size", parallelism.world_size, world_size),
         ("data_parallel_size", parallelism.data_parallel_size, data_parallel_size),
     ):
-        if value not in (None, derived):
+        if value not in (DERIVED, derived):
             raise ConfigError(f"{name} is set to {value}, but this run has {derived}")
     return parallelism.model_copy(
         update={
@@ -125,29 +128,31 @@ def derive_training(training: TrainingArgs, data_parallel_size: int) -> Training
 
 @dataclass(frozen=True)
 class _Batch:
-    total: int | None
-    micro: int | None
-    accumulation: int | None
+    """What was set; DERIVED where nothing was."""
+
+    total: int
+    micro: int
+    accumulation: int
 
     def solve(self, data_parallel_size: int) -> _Batch:
         total, micro, accumulation = self.total, self.micro, self.accumulation
-        if total is None and micro is None:
+        if not total and not micro:
             raise ConfigError(
                 "nothing gives the size of a batch: set train_micro_batch_size_per_gpu or train_batch_size"
             )
-        if total is None:
+        if not total:
             accumulation = accumulation or 1
-            total = (micro or 0) * accumulation * data_parallel_size
-        elif micro is None:
+            total = micro * accumulation * data_parallel_size
+        elif not micro:
             accumulation = accumulation or 1
             micro = total // (accumulation * data_parallel_size)
-        elif accumulation is None:
+        elif not accumulation:
             accumulation = total // (micro * data_parallel_size)
         if not micro or not accumulation or micro * accumulation * data_parallel_size != total:
             raise ConfigError(
                 f"train_batch_size {total} is not train_micro_batch_size_per_gpu "
-                f"{'(unset)' if self.micro is None else self.micro} x gradient_accumulation_steps "
-                f"{'(unset)' if self.accumulation is None else self.accumulation} x data-parallel size "
+                f"{self.micro or '(unset)'} x gradient_accumulation_steps "
+                f"{self.accumulation or '(unset)'} x data-parallel size "
                 f"{data_parallel_size}"
             )
         return _Batch(total, micro, accumulation)
@@ -155,7 +160,7 @@ class _Batch:
 
 def derive_optimizer(optimizer: OptimizerArgs, train_iters: int) -> OptimizerArgs:
     """Fill in the length of the decay."""
-    if optimizer.lr_decay_iters is not None and optimizer.lr_decay_fraction is not None:
+    if optimizer.lr_decay_iters and optimizer.lr_decay_fraction is not None:
         raise ConfigError("lr_decay_iters and lr_decay_fraction both say how long the rate decays: set one of them")
     fraction = 1.0 if optimizer.lr_decay_fraction is None else optimizer.lr_decay_fraction
     decay_iters = optimizer.lr_decay_iters or max(1, round(fraction * train_iters))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron.neox_arguments.section import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
+from megatron.neox_arguments.section import DERIVED, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
 InitMethod = Literal[
     "normal",
@@ -30,11 +30,11 @@ class ModelArgs(Section):
     """Width of the residual stream."""
     num_attention_heads: PositiveInt
     """Number of query heads; must divide `hidden_size`."""
-    num_kv_heads: PositiveInt | None = None
+    num_kv_heads: PositiveInt = DERIVED
     """Number of key and value heads (grouped-query attention); must divide `num_attention_heads`. Unset: as many."""
     seq_length: PositiveInt
     """Tokens of a training sample."""
-    max_position_embeddings: PositiveInt | None = None
+    max_position_embeddings: PositiveInt = DERIVED
     """Longest sequence the position embedding can address. Unset: `seq_length`, which it may not be smaller than."""
     sliding_window_width: PositiveInt | None = None
     """Each token attends to itself and at most this many tokens less one before it. Unset: to all before it."""
@@ -46,7 +46,7 @@ class ModelArgs(Section):
     """Width of the MLP as a multiple of `hidden_size`, if `intermediate_size` is unset. Unset: 4."""
     mlp_multiple_of: PositiveInt = 1
     """With a gated activation, the width of the MLP is rounded up to a multiple of this."""
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: PositiveInt = DERIVED
     """Derived: the width of the MLP between its two matrices. May be set to choose it directly."""
 
     norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm"] = "layernorm"
@@ -101,5 +101,5 @@ class ModelArgs(Section):
 
     make_vocab_size_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times `model_parallel_size`."""
-    padded_vocab_size: PositiveInt | None = None
+    padded_vocab_size: PositiveInt = DERIVED
     """Rows of the embedding. Derived from the tokenizer; may be set, but not to less than the tokenizer needs."""

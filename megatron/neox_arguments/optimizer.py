@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron.neox_arguments.section import (
+from megatron.neox_arguments.section import DERIVED, (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -38,7 +38,7 @@ class OptimizerArgs(Section):
 
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
     """Course of the learning rate after warmup."""
-    lr_decay_iters: PositiveInt | None = None
+    lr_decay_iters: PositiveInt = DERIVED
     """Updates until the end of the decay, warmup included. Unset: `lr_decay_fraction` of `train_iters`."""
     lr_decay_fraction: Probability | None = None
     """Share of `train_iters` until the end of the decay. Unset: all."""

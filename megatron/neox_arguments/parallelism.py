@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron.neox_arguments.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron.neox_arguments.section import DERIVED, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 WireDtype = Literal["fp32", "bfloat16", "fp16"]
 
@@ -16,9 +16,9 @@ class ParallelismArgs(Section):
     """Number of pipeline stages. 0 and 1 mean the same: one stage, no pipeline."""
     model_parallel_size: PositiveInt = 1
     """Number of ranks that split each layer (tensor parallelism)."""
-    data_parallel_size: PositiveInt | None = None
+    data_parallel_size: PositiveInt = DERIVED
     """Derived: world size over pipe and tensor sizes. If set, it must be just that."""
-    world_size: PositiveInt | None = None
+    world_size: PositiveInt = DERIVED
     """Derived: number of processes of the run."""
     distributed_backend: Literal["nccl", "gloo", "mpi", "ucc", "xccl", "hccl"] | None = None
     """torch.distributed backend. Unset: gloo without an accelerator, else the accelerator's own."""
@@ -40,7 +40,7 @@ class ParallelismArgs(Section):
     """NeoX's name for `grad_reduce_in_fp32: true`."""
     communication_data_type: WireDtype | None = None
     """Dtype in which gradients are sent, whatever the training precision. They are accumulated in fp32 all the same."""
-    grad_wire_dtype: WireDtype | None = None
+    grad_wire_dtype: WireDtype = "fp32"
     """Derived from the three above."""
     prescale_gradients: bool = True
     """Divide by the data-parallel size while accumulating in fp32, which costs nothing. False: divide the sum in a pass

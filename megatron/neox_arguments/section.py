@@ -13,6 +13,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
+# Default of a whole number that is worked out where the user does not set it; every other value is at least 1.
+DERIVED = 0
+
+
 def _whole_number(value: Any) -> Any:
     """Take `1e3` for 1000, as YAML reads it; anything that is not a whole number is left to be refused."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

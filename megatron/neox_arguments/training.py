@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from megatron.neox_arguments.section import NonNegativeInt, PositiveInt, Section
+from megatron.neox_arguments.section import DERIVED, NonNegativeInt, PositiveInt, Section
 
 
 class TrainingArgs(Section):
     """Batch, length, evaluation and seed."""
 
-    train_batch_size: PositiveInt | None = None
+    train_batch_size: PositiveInt = DERIVED
     """Samples a step over all data ranks = micro-batch x accumulation x data-parallel size. Solved if unset."""
-    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt = DERIVED
     """Samples of one forward on one rank. NeoX's `batch_size` is the same."""
-    gradient_accumulation_steps: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt = DERIVED
     """Micro-batches a step. Solved if unset, 1 if nothing else decides it."""
     train_iters: PositiveInt
     """Number of steps."""

@@ -5,6 +5,7 @@ Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +26,7 @@ class LossScale(Protocol):
         """Return what `restore` needs to go on from here."""
         ...
 
-    def restore(self, state: dict[str, float]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Go on from a state saved earlier."""
         ...
 
@@ -43,7 +44,7 @@ class ConstantLossScale:
         """Return nothing: a constant has no state."""
         return {}
 
-    def restore(self, state: dict[str, float]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Keep the configured constant, whatever was saved."""
 
 
@@ -82,7 +83,7 @@ class DynamicLossScale:
         """Return the scale and its counters."""
         return {"value": self.value, "forgiven_left": self._forgiven_left, "clean_steps": self._clean_steps}
 
-    def restore(self, state: dict[str, float]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Go on from a saved scale; a checkpoint of another precision has none and leaves this one as configured."""
         if state:
             self.value = state["value"]

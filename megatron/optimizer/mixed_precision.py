@@ -46,7 +46,7 @@ class OptimizerProgress:
 
     num_updates: int
     num_skipped: int
-    loss_scale: dict[str, float]
+    loss_scale: Mapping[str, float]
 
 
 def master_weights(parameters: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron.checkpointing import LossScaleState, ParallelSizes, RandomState, RunState, SaveRole, Snapshot, save
+from megatron.checkpointing import ParallelSizes, RandomState, RunState, SaveRole, Snapshot, save
 
 ALONE = SaveRole.of_data_rank(0, 1, 0)
 MODEL = {"num_layers": 1, "hidden_size": 4, "pos_emb": "rotary"}
@@ -36,7 +36,7 @@ def optimizer_state(iteration=1):
 def snapshot(iteration=1, **changes):
     content = Snapshot(
         weights=weights(iteration),
-        run_state=RunState(iteration, 8 * iteration, iteration - 1, 1, LossScaleState(65536.0, 7, 2)),
+        run_state=RunState(iteration, 8 * iteration, iteration - 1, 1, {"value": 65536.0, "clean_steps": 7}),
         optimizer_state=optimizer_state(iteration),
         random_state=RandomState.from_seed(iteration),
         model=MODEL,
@@ -59,6 +59,8 @@ def blank_state(state):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
     )

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from megatron.checkpointing import (
     LoadOptions,
-    LossScaleState,
     RandomState,
     RunState,
     find_checkpoint,
@@ -45,7 +44,7 @@ def test_comes_back_bit_for_bit(tmp_path):
     for name, saved in optimizer_state(3).items():
         assert state[name].keys() == saved.keys()
         assert all(same_bits(state[name][key], saved[key]) for key in saved)
-    assert loaded.run_state == RunState(3, 24, 2, 1, LossScaleState(65536.0, 7, 2))
+    assert loaded.run_state == RunState(3, 24, 2, 1, {"value": 65536.0, "clean_steps": 7})
     assert loaded.optimizer_restored
 
 
@@ -96,7 +95,7 @@ def test_no_load_optim_keeps_iteration_and_data_position(tmp_path):
     save_alone(tmp_path, 3)
     loaded, _, state = load_into_blank(tmp_path, options=LoadOptions(no_load_optim=True, no_load_rng=True))
     assert (loaded.run_state.iteration, loaded.run_state.consumed_train_samples) == (3, 24)
-    assert (loaded.run_state.num_updates, loaded.run_state.loss_scale) == (0, None)
+    assert (loaded.run_state.num_updates, loaded.run_state.loss_scale) == (0, {})
     assert not loaded.optimizer_restored
     assert loaded.random_state is None
     assert not state["layers.1.dense.bias"]["master"].any()

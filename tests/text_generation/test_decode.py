@@ -31,9 +31,9 @@ def decoder():
 
 def by_transformers(decoder, prompt, maximum_tokens=12):
     mask = torch.ones(1, len(prompt))
-    row = decoder.generate(
-        torch.tensor([prompt]), attention_mask=mask, max_new_tokens=maximum_tokens, do_sample=False
-    )[0]
+    row = decoder.generate(torch.tensor([prompt]), attention_mask=mask, max_new_tokens=maximum_tokens, do_sample=False)[
+        0
+    ]
     tokens = row[len(prompt) :].tolist()
     return tokens[: tokens.index(EOD)] if EOD in tokens else tokens
 

@@ -78,9 +78,7 @@ def test_samples_and_seeds_differ():
     assert len({tuple(torch.rand(4, generator=generator).tolist()) for generator in generators}) == 4
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 1.5}, {"top_p": -0.1}]
-)
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 1.5}, {"top_p": -0.1}])
 def test_impossible_values_are_named(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(**wrong)

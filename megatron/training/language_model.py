@@ -1,0 +1,22 @@
+"""The decoder and its loss as one module: what the engine trains."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.data.loader import MicroBatch
+from megatron.model.decoder import Decoder
+from megatron.model.loss import lm_loss
+
+
+class LanguageModel(torch.nn.Module):
+    """Maps a micro-batch to its mean next-token loss, in nats a token; shape (), fp32."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the mean loss over the tokens whose mask is 1."""
+        logits_BSV = self.decoder(micro_batch.tokens_BS)
+        return lm_loss(logits_BSV, micro_batch.labels_BS, micro_batch.loss_mask_BS)
