@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron.neox_arguments.section import DERIVED, (
+from megatron.neox_arguments.section import (
+    DERIVED,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
