@@ -110,7 +110,11 @@ def test_generator_is_the_same_in_every_process():
     code = "from megatron.model.init import parameter_generator as g; print(g(3, 'layers.1.x').initial_seed())"
     seeds = {
         subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
         for seed in ("1", "2")
     }
