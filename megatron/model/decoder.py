@@ -118,7 +118,7 @@ class Decoder(nn.Module):
 
         With a cache, the tokens follow those it holds; call it without gradients.
         """
-        recompute = self.recomputes and self.training and torch.is_grad_enabled()
+        recompute = self.recomputes and cache is None and torch.is_grad_enabled()
         num_tokens = x.shape[1]
         x = self._run(self.before_blocks, x, cache)
         for segment in self.block_segments:

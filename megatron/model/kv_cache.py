@@ -20,8 +20,10 @@ class KVCache:
     def extend(self, layer_index: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store a block's keys and values of S new tokens; return all so far, as views of (B, G, num_tokens + S, D).
 
-        G counts key/value heads. Raises ValueError when the cache is full.
+        G counts key/value heads. Raises ValueError when the cache is full, or when gradients are asked for.
         """
+        if k_BGSD.requires_grad:
+            raise ValueError("the key/value cache is for inference: call the decoder under torch.no_grad()")
         end = self.num_tokens + k_BGSD.shape[2]
         if end > self.max_num_tokens:
             raise ValueError(f"the key/value cache holds {self.max_num_tokens} tokens, not {end}")

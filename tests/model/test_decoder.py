@@ -115,13 +115,20 @@ def test_recomputed_gradients_are_identical(num_layers_at_once, dropout, monkeyp
     assert len(num_calls) == 3 * 3
 
 
+def test_recomputation_is_not_reentrant():
+    """A reentrant one knows backward() only, and fires a shared weight's gradient hook with a part of its gradient."""
+    model = decoder(model_args(checkpoint_activations=True))
+    grads = torch.autograd.grad(model(tokens()).sum(), list(model.parameters()))
+    assert all(grad.any() for grad in grads)
+
+
 def count_attention_calls(monkeypatch):
     calls, forward = [], SelfAttention.forward
     monkeypatch.setattr(SelfAttention, "forward", lambda *args: (calls.append(1), forward(*args))[1])
     return calls
 
 
-def test_recomputation_keeps_less(monkeypatch):
+def test_recomputation_keeps_less():
     def saved_elements(model):
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):

@@ -39,6 +39,12 @@ def test_each_stage_has_its_own_cache():
     torch.testing.assert_close(torch.cat(logits, dim=1), Decoder(layers)(tokens()), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("recomputing", [False, True])
+def test_gradients_through_the_cache_are_refused(recomputing):
+    with pytest.raises(ValueError, match="for inference"):
+        decoder(model_args(checkpoint_activations=recomputing))(tokens(), KVCache(16))
+
+
 @torch.no_grad()
 def test_full_cache_is_refused():
     with pytest.raises(ValueError, match="holds 12 tokens, not 16"):
