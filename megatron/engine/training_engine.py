@@ -48,7 +48,7 @@ class TrainingEngine:
         self._shell = shell
         self._reducer = reducer
         self._data_group = data_group
-        self._num_micro_batches: int = shell.gradient_accumulation_steps()
+        self.num_micro_batches: int = shell.gradient_accumulation_steps()
         self._device: torch.device = shell.device
         self._outcome: UpdateOutcome | None = None
         shell.finish_reduction = reducer.finish
@@ -83,14 +83,14 @@ class TrainingEngine:
     def _run_micro_batches(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:
         """Forward, backward and DeepSpeed's step for each micro-batch; the last one reduces and updates."""
         total = torch.zeros((), device=self._device)
-        for index in range(self._num_micro_batches):
+        for index in range(self.num_micro_batches):
             loss = self._shell(next(micro_batches).to(self._device))
-            if index == self._num_micro_batches - 1:
+            if index == self.num_micro_batches - 1:
                 self._reducer.arm()
             self._shell.backward(self.optimizer.scale_loss(loss))
             self._shell.step()
             total += loss.detach()
-        return total / self._num_micro_batches
+        return total / self.num_micro_batches
 
     @torch.no_grad()
     def eval_batch(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:
@@ -99,7 +99,7 @@ class TrainingEngine:
         Collective over the data group. Touches no gradient and launches no reduction.
         """
         self._shell.eval()
-        losses = [self.module(next(micro_batches).to(self._device)) for _ in range(self._num_micro_batches)]
+        losses = [self.module(next(micro_batches).to(self._device)) for _ in range(self.num_micro_batches)]
         return self._sum_over_data_ranks(torch.stack(losses).float().mean())[0] / self._data_group.size
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.data.loader import MicroBatch
+from megatron.data.micro_batch import MicroBatch
 from megatron.model.decoder import Decoder
 from megatron.model.loss import lm_loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.data.loader import MicroBatch
+from megatron.data.micro_batch import MicroBatch
 from megatron.engine.results import StepResult
 from megatron.engine.training_engine import TrainingEngine
 from megatron.monitor.interval import IntervalMeter
