@@ -48,8 +48,8 @@ class Loop:
     meter: IntervalMeter
     sinks: Sinks
     signals: StopSignals
-    evaluate: Callable[[TrainState], None]
-    save: Callable[[TrainState], None]
+    evaluate: Callable[[TrainState], object]
+    save: Callable[[TrainState], object]
 
     def run(self, state: TrainState) -> StopReason:
         """Train from `state` on, which is kept up to date, until done or asked to stop. Collective over all ranks."""
