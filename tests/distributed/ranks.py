@@ -25,7 +25,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     raises fails the test with its traceback; after `timeout_s` the ranks still running are named and killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        # Ranks are forked from a server that has imported torch and DeepSpeed and done nothing else: importing them
+        # takes longer than most tests.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "deepspeed", "tests.distributed.toy"])
         processes = [
             context.Process(target=_rank_main, args=(rank, world_size, folder, function, args), daemon=True)
             for rank in range(world_size)
