@@ -52,9 +52,14 @@ class GPTDataset:
             start = 0
         return tokens
 
+    def open(self) -> None:
+        """Open the index now rather than at the first sample. Raises `DataError` where the data is corrupted."""
+        self._index = open_index(self.request)
+
     @property
     def index(self) -> SampleIndex:
         """The cut into samples, mapped from the cache."""
         if self._index is None:
-            self._index = open_index(self.request)
+            self.open()
+        assert self._index is not None
         return self._index

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Part of every key: raise it when the meaning of a cached index changes.
 _CACHE_VERSION = 1
-_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_DTYPES: dict[str, np.dtype] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _EDGE_BYTES = 1 << 16
 
 
