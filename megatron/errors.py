@@ -4,9 +4,16 @@
 its traceback.
 """
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 EXIT_OK = 0
 EXIT_USER_ERROR = 2
 EXIT_RUN_AGAIN = 75
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class UserError(Exception):
@@ -25,3 +32,19 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be written or read: missing, incomplete, or of another model."""
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Call the `main` of a program and exit with its status, None counting as 0.
+
+    A `UserError` becomes one message on stderr and its exit status; any other exception keeps its traceback.
+    """
+    try:
+        status = main() or EXIT_OK
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        status = error.exit_status
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        status = EXIT_INTERRUPTED
+    sys.exit(status)

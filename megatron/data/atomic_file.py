@@ -2,7 +2,12 @@
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+from megatron.errors import DataError
 
 
 class AtomicFile:
@@ -35,3 +40,20 @@ class AtomicFile:
         """Remove the temporary file, if it still is there; what stands under the name stays."""
         self.file.close()
         self.temporary_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write that appears under `path` when the block ends, and not at all when it raises.
+
+    Raises `DataError` where the directory cannot be made or written to.
+    """
+    try:
+        pending = AtomicFile(path)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        yield pending.file
+        pending.publish()
+    finally:
+        pending.discard()

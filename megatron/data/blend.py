@@ -111,9 +111,12 @@ def _without_samples(blend: Blend, weights: Sequence[Fraction]) -> tuple[int, ..
 def weights_by_num_documents(num_documents: Sequence[int], alpha: float) -> list[float]:
     """Weights proportional to num_documents ** alpha (multinomial sampling as in XLM-R, arXiv:1911.02116, section 3.1).
 
-    alpha 1 keeps the natural proportions, alpha towards 0 makes all sources equal. An empty source gets weight 0.
+    alpha 1 keeps the natural proportions, alpha towards 0 makes all sources equal. An empty source gets weight 0
+    beside others that are not.
     """
     total = sum(num_documents)
+    if not total:
+        return [1.0] * len(num_documents)
     powers = [(count / total) ** alpha if count else 0.0 for count in num_documents]
     return [power / sum(powers) for power in powers]
 

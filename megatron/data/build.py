@@ -79,9 +79,8 @@ class _Source:
         bounds = self.dataset.document_offsets(self.first_document, self.last_document)
         num_tokens = int(bounds[-1] - bounds[0])
         if not num_tokens:
-            raise DataError(
-                f"documents {self.first_document} to {self.last_document - 1} of '{self.dataset.prefix}' hold no tokens"
-            )
+            chosen = f"documents {self.first_document} to {self.last_document - 1}" if self.num_documents else "0 documents"
+            raise DataError(f"'{self.dataset.prefix}' cannot be trained on or evaluated: {chosen} hold no tokens")
         return num_tokens
 
 
@@ -225,8 +224,8 @@ def _open_split(plan: _SplitPlan) -> TokenDataset:
         GPTDataset(request, count) if request else None for request, count in zip(plan.requests, counts, strict=True)
     ]
     for dataset in datasets:
-        if dataset:
+        if dataset is not None:
             dataset.open()
-    if len(datasets) == 1 and datasets[0]:
+    if len(datasets) == 1 and datasets[0] is not None:
         return datasets[0]
     return BlendedDataset(datasets, plan.blend)
