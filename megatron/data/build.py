@@ -79,8 +79,8 @@ class _Source:
         bounds = self.dataset.document_offsets(self.first_document, self.last_document)
         num_tokens = int(bounds[-1] - bounds[0])
         if not num_tokens:
-            chosen = f"documents {self.first_document} to {self.last_document - 1}" if self.num_documents else "0 documents"
-            raise DataError(f"'{self.dataset.prefix}' cannot be trained on or evaluated: {chosen} hold no tokens")
+            chosen = f"{self.num_documents} documents from number {self.first_document} on"
+            raise DataError(f"'{self.dataset.prefix}': no tokens in its {chosen}, so no samples can be made")
         return num_tokens
 
 

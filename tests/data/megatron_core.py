@@ -1,4 +1,4 @@
-"""Megatron-core's data modules, which the tests compare with. Its package is called megatron too, so ours is widened."""
+"""Megatron-core's data modules, which the tests compare with. Its package is called megatron too: ours is widened."""
 
 import importlib
 import importlib.metadata

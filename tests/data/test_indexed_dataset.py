@@ -1,5 +1,6 @@
 import pickle
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def our_write(prefix, documents, dtype):
 
 
 def files(prefix):
-    return [open(f"{prefix}.{suffix}", "rb").read() for suffix in ("bin", "idx")]  # noqa: PTH123, SIM115
+    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
 documents_strategy = st.lists(st.lists(st.lists(st.integers(0, 127), max_size=6), max_size=4), max_size=6)
@@ -62,7 +63,7 @@ def test_reads_what_megatron_core_wrote(core, tmp_path, documents, dtype):
     dataset.check_contents()
     assert dataset.dtype == dtype
     assert [s.tolist() for s in dataset] == [sequence for document in documents for sequence in document]
-    whole = [sum(document, []) for document in documents]
+    whole = [[token for sequence in document for token in sequence] for document in documents]
     assert [dataset.document(i).tolist() for i in range(dataset.num_documents)] == whole
     offsets = dataset.document_offsets(0, dataset.num_documents)
     assert offsets.tolist() == np.cumsum([0, *map(len, whole)]).tolist()
@@ -104,8 +105,8 @@ def test_the_top_id_of_any_vocabulary_survives(core, write_dataset, vocab_size):
 
 @pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 65536), (np.uint16, -1), (np.int32, 2**31), (np.int16, 32768)])
 def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path, dtype, bad):
-    with pytest.raises(DataError, match=f"token id {bad} does not fit"), IndexedDatasetWriter(tmp_path / "x", dtype) as w:
-        w.add_document([1, bad])
+    with pytest.raises(DataError, match=f"token id {bad} does not"), IndexedDatasetWriter(tmp_path / "x", dtype) as writer:
+        writer.add_document([1, bad])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,7 +219,7 @@ def test_paths_that_are_not_prefixes(write_dataset, tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write .*file/x.bin"):
+    with pytest.raises(DataError, match=r"cannot write .*file/x\.bin"):
         IndexedDatasetWriter(tmp_path / "file" / "x", np.uint16)
 
 
