@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -78,27 +78,30 @@ _TAKES_NULL = {
 _SECTION_OF = {key: name for name, section in _SECTIONS.items() for key in section.model_fields}
 
 
+WorldSize = int | Callable[[LaunchArgs], int] | None
+
+
 def load_args(
     paths: Sequence[str | Path],
     *,
     overrides: Sequence[str] = (),
     conf_dir: str | Path | None = None,
-    world_size: int | None = None,
+    world_size: WorldSize = None,
 ) -> NeoXArgs:
     """Read YAML files, merged left to right, apply `key=value` overrides, check and derive everything.
 
-    `world_size` None takes `num_gpus` x `num_nodes`, or 1. Raises ConfigError with one message that has every problem
-    found on the way.
+    `world_size` is a number, or what works it out from the launch section; None takes `num_gpus` x `num_nodes`, or 1.
+    Raises ConfigError with one message that has every problem found on the way.
     """
     return _build(apply_overrides(read_files(paths, conf_dir), overrides), world_size)
 
 
-def load_flat(flat: Mapping[str, Any], *, world_size: int | None = None) -> NeoXArgs:
+def load_flat(flat: Mapping[str, Any], *, world_size: WorldSize = None) -> NeoXArgs:
     """Build arguments from keys and values as `NeoXArgs.flat` holds them."""
     return _build({key: Setting(value, "the launcher") for key, value in flat.items()}, world_size)
 
 
-def _build(settings: dict[str, Setting], world_size: int | None) -> NeoXArgs:
+def _build(settings: dict[str, Setting], world_size: WorldSize) -> NeoXArgs:
     flat, notices = nested.flatten(settings)
     problems: list[str] = []
     by_section: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
@@ -123,10 +126,10 @@ def _build(settings: dict[str, Setting], world_size: int | None) -> NeoXArgs:
 
 
 def _derived(
-    sections: dict[str, Any], settings: Mapping[str, Setting], notices: list[str], world_size: int | None
+    sections: dict[str, Any], settings: Mapping[str, Setting], notices: list[str], given: WorldSize
 ) -> NeoXArgs:
     launch: LaunchArgs = sections["launch"]
-    world_size = world_size or (launch.num_gpus or 1) * max(launch.num_nodes, 1)
+    world_size = given(launch) if callable(given) else given or (launch.num_gpus or 1) * max(launch.num_nodes, 1)
     sections["model"] = derive.derive_model(sections["model"])
     sections["parallelism"] = derive.derive_parallelism(sections["parallelism"], sections["optimizer"], world_size)
     sections["training"] = derive.derive_training(sections["training"], sections["parallelism"].data_parallel_size)

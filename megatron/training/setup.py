@@ -14,6 +14,7 @@ from megatron.data.build import Splits, SplitSizes, build_train_valid_test
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.loader import MicroBatchLoader, MicroBatchOrder
 from megatron.data.micro_batch import Collate, MicroBatch
+from megatron.data.tokenization_record import check_tokenizer
 from megatron.engine.build import build_engine
 from megatron.engine.training_engine import TrainingEngine
 from megatron.launch.environment import RankInfo
@@ -25,7 +26,6 @@ from megatron.mpu.tensor_parallel import TensorParallel
 from megatron.neox_arguments import NeoXArgs, deepspeed_config
 from megatron.neox_arguments.data import DataArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.record import check_tokenizer
 from megatron.training import settings
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.evaluate import Evaluation
