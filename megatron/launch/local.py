@@ -36,6 +36,7 @@ def local_command(script: str, worker_arguments: Sequence[str], num_workers: int
         "--node_rank=0",
         f"--master_addr={launch.master_addr or '127.0.0.1'}",
         f"--master_port={launch.master_port or free_port()}",
+        "--log_level=critical",  # it would print the whole configuration of each worker
         script,
         *worker_arguments,
     ]
@@ -51,6 +52,8 @@ def run_local(command: Sequence[str], num_workers: int) -> int:
         environment = {
             **os.environ,
             STATUS_FOLDER_VARIABLE: folder,
+            # For DeepSpeed's launcher, which computes nothing but looks for an accelerator; workers set their own.
+            "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers))),
         }
         # In a session of its own, a Ctrl-C at the terminal reaches deepy alone, which passes it on in its own way.
