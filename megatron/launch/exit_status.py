@@ -59,7 +59,7 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
         status = ended.code if isinstance(ended.code, int) else EXIT_OK if ended.code is None else _FAULT
         raise
     finally:
-        _leave_status(status)
+        leave_status(status)
     sys.stdout.flush()
     sys.exit(status)
 
@@ -67,28 +67,22 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
 def status_of_run(folder: Path, num_workers: int, launcher_status: int) -> int:
     """Return the status of a run from what its `num_workers` workers left in `folder`.
 
-    2 and 75 are handed on; a worker that left nothing died, which is a fault whatever the launcher says.
+    One worker's user error is everybody's: the launcher ends the others. A worker that left nothing died, which is a
+    fault whatever the launcher says. 75 needs every worker's word.
     """
     statuses = [int(path.read_text()) for path in folder.glob("status_*")]
-    for status in (EXIT_USER_ERROR, EXIT_RUN_AGAIN):
-        # The launcher ends the other workers when one is done, so one rank's word is enough.
-        if status in statuses and not _other_faults(statuses, status):
-            return status
-    faults = [status for status in statuses if status not in (EXIT_OK, EXIT_USER_ERROR, EXIT_RUN_AGAIN)]
-    if faults:
-        return faults[0]
     if EXIT_USER_ERROR in statuses:
         return EXIT_USER_ERROR
+    faults = [status for status in statuses if status not in (EXIT_OK, EXIT_RUN_AGAIN)]
+    if faults:
+        return faults[0]
     if len(statuses) < num_workers:
-        return abs(launcher_status) or _FAULT
-    return EXIT_OK
+        return launcher_status if launcher_status > 0 and launcher_status != EXIT_RUN_AGAIN else _FAULT
+    return EXIT_RUN_AGAIN if EXIT_RUN_AGAIN in statuses else EXIT_OK
 
 
-def _other_faults(statuses: list[int], status: int) -> bool:
-    return status == EXIT_RUN_AGAIN and any(other not in (EXIT_OK, EXIT_RUN_AGAIN) for other in statuses)
-
-
-def _leave_status(status: int) -> None:
+def leave_status(status: int) -> None:
+    """Leave this worker's status for deepy, before the worker ends: a launcher kills the others once one has ended."""
     folder = os.environ.get(STATUS_FOLDER_VARIABLE)
     if folder and Path(folder).is_dir():
         (Path(folder) / f"status_{os.environ.get('RANK', '0')}").write_text(str(status))

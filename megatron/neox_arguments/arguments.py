@@ -151,7 +151,7 @@ def _problem_of_foreign_key(key: str, setting: Setting) -> list[str]:
     """A key that is not ours: known to NeoX and left at its default, known and refused, or unknown."""
     if key in PARTLY_SUPPORTED:
         return [
-            f"{key}: {setting.value!r} ({setting.origin}): known NeoX argument, not supported here yet in this form"
+            f"{key}: {setting.value!r} ({setting.origin}): known NeoX argument, this value is not supported here yet"
         ]
     known = UNSUPPORTED.get(key)
     if known is not None:

@@ -88,5 +88,5 @@ def test_overrides_win_unset_and_reach_into_nested_values(tmp_path):
 def test_an_override_that_cannot_be_applied_is_refused(tmp_path, override):
     path = tmp_path / "a.yml"
     path.write_text("a: 1")
-    with pytest.raises(ConfigError, match="--set|YAML"):
+    with pytest.raises(ConfigError, match=r"--set|YAML"):
         apply_overrides(read_files([path]), [override])
