@@ -212,8 +212,9 @@ def _request(source: _Source, num_samples: int, seq_length: int, seed: int) -> I
         return None
     num_tokens = source.num_tokens()
     num_epochs = epochs_for_samples(num_samples, num_tokens, seq_length)
-    logger.info("'%s': %d samples in %.2f epochs of %d tokens, documents %d to %d", source.dataset.prefix, num_samples,
-                num_samples * seq_length / num_tokens, num_tokens, source.first_document, source.last_document - 1)
+    epochs = num_samples * seq_length / num_tokens
+    documents = f"'{source.dataset.prefix}' documents {source.first_document} to {source.last_document - 1}"
+    logger.info("%s: %d samples in %.2f epochs of %d tokens", documents, num_samples, epochs, num_tokens)
     return IndexRequest(source.dataset, source.first_document, source.last_document, seq_length, num_epochs, seed)
 
 
