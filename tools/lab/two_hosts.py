@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,29 +129,97 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class Result:
+    """Medians over the rounds of one variant at one bandwidth, in seconds a step, with the range of the step time."""
+
+    bandwidth: str
+    variant: str
+    step_time_s: float
+    fastest_s: float
+    slowest_s: float
+    ratio: float
+    grad_reduce_s: float
+    exposed_grad_reduce_s: float
+
+
+def compare(config: str, bandwidth: str, variants: Sequence[Variant], rounds: int) -> list[Result]:
+    """Run the variants in turn, `rounds` times, and sum them up; ratios are to the first variant."""
+    runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in variants}
+    with two_hosts(bandwidth) as hosts:
+        for _ in range(rounds):
+            for variant in variants:
+                runs[variant.name].append(run_once(hosts, config, variant.overrides))
+
+    def median(name: str, field: str) -> float:
+        return statistics.median(run[field] for run in runs[name])
+
+    base_s = median(variants[0].name, "step_time_s")
+    return [
+        Result(
+            bandwidth=bandwidth,
+            variant=name,
+            step_time_s=median(name, "step_time_s"),
+            fastest_s=min(run["step_time_s"] for run in runs[name]),
+            slowest_s=max(run["step_time_s"] for run in runs[name]),
+            ratio=median(name, "step_time_s") / base_s,
+            grad_reduce_s=median(name, "grad_reduce_s"),
+            exposed_grad_reduce_s=median(name, "exposed_grad_reduce_s"),
+        )
+        for name in runs
+    ]
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """Print the results as Markdown."""
+    print("| link | variant | step s (min to max) | ratio | in flight s | exposed s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for result in results:
+        spread = f"{result.step_time_s:.3f} ({result.fastest_s:.3f} to {result.slowest_s:.3f})"
+        print(
+            f"| {result.bandwidth} | {result.variant} | {spread} | {result.ratio:.3f} | {result.grad_reduce_s:.3f} | "
+            f"{result.exposed_grad_reduce_s:.3f} |"
+        )
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Draw step times as bars: what computes and what waits for the network. Needs matplotlib."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(results) + 1.2))
+    labels = [f"{result.bandwidth}, {result.variant}" for result in results]
+    exposed = [result.exposed_grad_reduce_s for result in results]
+    computed = [result.step_time_s - waited for result, waited in zip(results, exposed, strict=True)]
+    axes.barh(labels, computed, color="#4c72b0", label="everything else")
+    axes.barh(labels, exposed, left=computed, color="#dd8452", label="waiting for the reduction")
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main() -> None:
-    """Print a line for each variant: median step time with its range, its ratio to the first variant, and the rest."""
+    """Print a line for each bandwidth and variant; write JSON and draw a figure where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--bandwidth", default="1gbit", help="rate of each host's link, as tc writes it")
+    parser.add_argument("--bandwidth", action="append", required=True, help="rate of each host's link, as tc writes it")
     parser.add_argument("--variant", action="append", required=True, type=Variant.parse, metavar="NAME:KEY=VALUE,...")
     parser.add_argument("--rounds", type=int, default=3, help="times each variant runs, in turn")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
+    parser.add_argument("--figure", type=Path, help="file to draw them into: .svg or .png")
     options = parser.parse_args()
-    results: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in options.variant}
-    with two_hosts(options.bandwidth) as hosts:
-        for _ in range(options.rounds):
-            for variant in options.variant:
-                results[variant.name].append(run_once(hosts, options.config, variant.overrides))
-    base = statistics.median(result["step_time_s"] for result in results[options.variant[0].name])
-    print("| variant | step s (min to max) | ratio | in flight s | exposed s |\n| --- | --- | --- | --- | --- |")
-    for name, runs in results.items():
-        steps = [run["step_time_s"] for run in runs]
-        flight, exposed = (
-            statistics.median(run[field] for run in runs) for field in ("grad_reduce_s", "exposed_grad_reduce_s")
-        )
-        median = statistics.median(steps)
-        spread = f"{min(steps):.3f} to {max(steps):.3f}"
-        print(f"| {name} | {median:.3f} ({spread}) | {median / base:.3f} | {flight:.3f} | {exposed:.3f} |")
+    results = [
+        result
+        for bandwidth in options.bandwidth
+        for result in compare(options.config, bandwidth, options.variant, options.rounds)
+    ]
+    print_table(results)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    if options.figure is not None:
+        draw(results, options.figure)
 
 
 if __name__ == "__main__":
