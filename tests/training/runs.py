@@ -15,6 +15,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+SMOKE = "configs/smoke.yml"
 COMMUNICATION = ("grad_reduce_s", "exposed_grad_reduce_s", "hidden_fraction", "grad_reduce_bytes")
 TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_bytes", *COMMUNICATION)
 
@@ -37,39 +38,15 @@ class TinyRun:
     folder: Path
     settings: dict[str, object] = field(default_factory=dict)
 
-    def configuration(self) -> Path:
-        """Write the configuration file and return its path."""
-        path = self.folder / "tiny run.yml"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        base = {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "seq_length": 32,
-            "pos_emb": "rotary",
-            "no_weight_tying": True,
-            "hidden_dropout": 0.1,
-            "data_path": str(self.prefix),
-            "tokenizer_type": "CharLevelTokenizer",
-            "split": "90,5,5",
-            "num_workers": 0,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-            "train_iters": 6,
-            "eval_iters": 1,
-            "eval_interval": 3,
-            "log_interval": 1,
-            "ddp_bucket_size": 4000,
-            "log_dir": str(self.folder / "logs"),
-            "distributed_timeout_seconds": 60,
-            "train_batch_size": 8,
-        }
-        path.write_text(json.dumps({**base, **self.settings}, indent=1))
-        return path
+    def arguments(self) -> list[str]:
+        """What deepy and train.py are given."""
+        own = {"data_path": str(self.prefix), "log_dir": str(self.folder / "log files")}
+        overrides = {**own, **self.settings}
+        return [SMOKE, *(f"--set={key}={json.dumps(value)}" for key, value in overrides.items())]
 
     def command(self, *options: str, num_workers: int = 2) -> list[str]:
         """The deepy command of this run."""
-        deepy = [sys.executable, str(ROOT / "deepy.py"), str(ROOT / "train.py")]
-        return [*deepy, str(self.configuration()), "--num_gpus", str(num_workers), *options]
+        return [sys.executable, "deepy.py", "train.py", *self.arguments(), "--num_gpus", str(num_workers), *options]
 
     def train(self, *options: str, num_workers: int = 2, status: int = 0) -> str:
         """Run to the end, check the status, return what was printed."""
@@ -87,7 +64,7 @@ class TinyRun:
 
     def rows(self, *, without: tuple[str, ...] = TIMES) -> list[dict[str, object]]:
         """Rows of metrics.jsonl, less the fields that time decides."""
-        lines = (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()
+        lines = (self.folder / "log files" / "metrics.jsonl").read_text().splitlines()
         return [{key: value for key, value in json.loads(line).items() if key not in without} for line in lines]
 
 

@@ -44,7 +44,7 @@ def test_rows_say_what_was_sent_and_the_exit_record_how_it_ended(straight):
         assert 0.0 <= row["hidden_fraction"] <= 1.0
         assert row["grad_reduce_s"] > 0.0 and row["exposed_grad_reduce_s"] > 0.0
         assert row["loss_scale"] is None and row["mfu"] is None
-    record = json.loads((straight.folder / "logs" / "exit.json").read_text())
+    record = json.loads((straight.folder / "log files" / "exit.json").read_text())
     assert record == {"code": 0, "reason": "reached train_iters", "iteration": 6, "signal": None}
 
 
@@ -53,8 +53,7 @@ def test_one_process_with_accumulation_gives_the_same_losses(prefix, tmp_path):
     two = TinyRun(prefix, tmp_path / "two", without_dropout)
     one = TinyRun(prefix, tmp_path / "one", {**without_dropout, "gradient_accumulation_steps": 2})
     two.train()
-    configuration = one.configuration()
-    command = [sys.executable, "train.py", str(configuration)]
+    command = [sys.executable, "train.py", *one.arguments()]
     subprocess.run(command, env=environment(), cwd=ROOT, check=True, timeout=180, capture_output=True)
     for alone, together in zip(one.rows(without=()), two.rows(without=()), strict=True):
         assert alone["lm_loss"] == pytest.approx(together["lm_loss"], rel=1e-5)
@@ -86,7 +85,7 @@ def test_an_interrupt_saves_ends_with_75_and_is_resumed(prefix, straight, tmp_pa
             break
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 75, rest
-    record = json.loads((tmp_path / "logs" / "exit.json").read_text())
+    record = json.loads((tmp_path / "log files" / "exit.json").read_text())
     assert record["code"] == 75 and record["signal"] == "SIGINT"
     assert (tmp_path / "checkpoints" / f"global_step{record['iteration']}").is_dir()
     assert "Traceback" not in rest
