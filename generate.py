@@ -3,37 +3,31 @@
 Takes the files and options `train.py` takes; NeoX's text generation arguments say what to write and where.
 """
 
-import argparse
-import logging
 import sys
 from pathlib import Path
 
 import torch
 
 from megatron.checkpointing import LoadOptions, load_checkpoint, model_values
-from megatron.errors import CheckpointError, ConfigError, UserError
+from megatron.errors import CheckpointError, ConfigError
+from megatron.launch.command_line import arguments_from_command_line
+from megatron.launch.exit_status import run_worker
 from megatron.model.decoder import Decoder, decoder_layers
 from megatron.model.kv_cache import KVCache
+from megatron.monitor.log import setup_logging
 from megatron.mpu.tensor_parallel import TensorParallel
-from megatron.neox_arguments import NeoXArgs, load_args
+from megatron.neox_arguments import NeoXArgs
 from megatron.text_generation import DecodeSettings, Sampling, TextGenerator, generate_text
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 
 def main() -> int:
     """Run `text_gen_type` and return the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", help="YAML files, merged left to right")
-    parser.add_argument("-d", "--conf_dir", help="directory of the files")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the files")
-    options = parser.parse_args()
-    try:
-        args = load_args(options.files, overrides=options.set, conf_dir=options.conf_dir, world_size=1)
-        generate(args)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    args, rank = arguments_from_command_line(sys.argv[1:], __doc__ or "")
+    if rank.world_size > 1:
+        raise ConfigError(f"generate.py runs in one process, not in {rank.world_size}: use --num_gpus 1")
+    setup_logging(rank.rank)
+    generate(args)
     return 0
 
 
@@ -41,6 +35,7 @@ def generate(args: NeoXArgs) -> None:
     """Load the latest checkpoint under `load` and do what the text generation section asks."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     tokenizer = build_tokenizer(args.data.tokenizer_type, args.data.vocab_file, args.data.merge_file)
+    args = args.with_vocabulary(tokenizer.vocab_size)
     section = args.text_generation
     generator = TextGenerator(
         load_model(args, device),
@@ -86,4 +81,4 @@ def decode_settings(args: NeoXArgs, tokenizer: Tokenizer) -> DecodeSettings:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_worker(main)

@@ -109,14 +109,18 @@ def _data_stages(layout: Layout) -> list[Stage]:
         (
             f"Tokenizer: byte-level BPE with {VOCABULARY} entries",
             ROOT / tokenizer,
-            ["python", "tools/datasets/train_tokenizer.py", "--input", corpus, "--output", tokenizer]
-            + ["--vocab-size", str(VOCABULARY)],
+            [
+                *("python", "tools/datasets/train_tokenizer.py", "--input", corpus, "--output", tokenizer),
+                *("--vocab-size", str(VOCABULARY)),
+            ],
         ),
         (
             "Tokens: .bin and .idx",
             ROOT / f"{tokens}_text_document.idx",
-            ["python", "tools/datasets/preprocess_data.py", "--input", corpus, "--output-prefix", tokens]
-            + ["--tokenizer-type", "HFTokenizer", "--vocab-file", tokenizer, "--append-eod", "--workers", "2"],
+            [
+                *("python", "tools/datasets/preprocess_data.py", "--input", corpus, "--output-prefix", tokens),
+                *("--tokenizer-type", "HFTokenizer", "--vocab-file", tokenizer, "--append-eod", "--workers", "2"),
+            ],
         ),
     ]
 
@@ -141,13 +145,14 @@ def _summarise(layout: Layout, elapsed_s: float) -> None:
     rows = [json.loads(line) for line in (ROOT / layout.logs / "metrics.jsonl").read_text().splitlines()]
     training = [row for row in rows if "tokens_per_s" in row]
     validation = [row for row in rows if row.get("split") == "valid"]
+    first, last = training[0], training[-1]
     timed = [row["tokens_per_s"] for row in training[1:] or training]
     hidden = [row["hidden_fraction"] for row in training[1:] or training if row["hidden_fraction"] is not None]
     text = json.loads((ROOT / layout.text).read_text().splitlines()[0])
     hidden_line = f"{100 * sum(hidden) / len(hidden):.0f} %" if hidden else "nothing to reduce"
     print(f"""
 == Summary ({elapsed_s:.0f} s)
-loss                {training[0]["lm_loss"]:.3f} -> {training[-1]["lm_loss"]:.3f} in {training[-1]["iteration"]} iterations
+loss                {first["lm_loss"]:.3f} -> {last["lm_loss"]:.3f} in {last["iteration"]} iterations
 validation loss     {validation[-1]["lm_loss"]:.3f} (perplexity {validation[-1]["ppl"]:.1f})
 tokens/s            {sum(timed) / len(timed):.0f}
 hidden              {hidden_line} of the gradient communication ran under backward

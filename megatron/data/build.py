@@ -76,8 +76,7 @@ class _Source:
 
     def num_tokens(self) -> int:
         """Raises `DataError` where there is no token to train on."""
-        bounds = self.dataset.document_offsets(self.first_document, self.last_document)
-        num_tokens = int(bounds[-1] - bounds[0])
+        num_tokens = self.dataset.documents(self.first_document, self.last_document).size
         if not num_tokens:
             chosen = f"{self.num_documents} documents from number {self.first_document} on"
             raise DataError(f"'{self.dataset.prefix}': no tokens in its {chosen}, so no samples can be made")

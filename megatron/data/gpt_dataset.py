@@ -46,7 +46,8 @@ class GPTDataset:
         dataset, first_document = self.request.dataset, self.request.first_document
         filled = 0
         for position, document in enumerate(self.index.document_order[first : last + 1].tolist(), first):
-            piece = dataset.document(first_document + document)[start : end + 1 if position == last else None]
+            document += first_document
+            piece = dataset.documents(document, document + 1)[start : end + 1 if position == last else None]
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
             start = 0

@@ -76,10 +76,8 @@ class IndexRequest:
     def build(self) -> SampleIndex:
         """Compute the index. Raises `DataError` where the data set's own index is corrupted."""
         self.dataset.check_contents()
-        offsets = self.dataset.document_offsets(self.first_document, self.last_document)
-        return build_sample_index(
-            np.diff(offsets), seq_length=self.seq_length, num_epochs=self.num_epochs, seed=self.seed
-        )
+        lengths = self.dataset.document_lengths(self.first_document, self.last_document)
+        return build_sample_index(lengths, seq_length=self.seq_length, num_epochs=self.num_epochs, seed=self.seed)
 
 
 class _UnusableFileError(Exception):

@@ -1,5 +1,6 @@
 """Reader of Megatron's memory-mapped token files (`indexed_format` describes them)."""
 
+import mmap
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -79,27 +80,26 @@ class IndexedDataset:
     @cached_property
     def tokens(self) -> NDArray[Any]:
         """All tokens of the file in a row, [num_tokens], mapped."""
-        return map_file(tokens_path(self.prefix)).view(self.dtype)
+        return map_file(tokens_path(self.prefix), random_access=True).view(self.dtype)
 
-    def document(self, document: int) -> NDArray[Any]:
-        """The tokens of one document, all its sequences in a row: a read-only view into the file."""
-        first, last = self.document_indices[document : document + 2].tolist()
-        if first == last:
+    def documents(self, first: int, last: int) -> NDArray[Any]:
+        """The tokens of the documents `first` .. `last - 1` in a row: a read-only view into the file."""
+        start, stop = int(self.document_indices[first]), int(self.document_indices[last])
+        if start == stop:
             return self.tokens[:0]
-        start = int(self.sequence_pointers[first]) // self.dtype.itemsize
-        end = int(self.sequence_pointers[last - 1]) // self.dtype.itemsize + int(self.sequence_lengths[last - 1])
-        return self.tokens[start:end]
+        width = self.dtype.itemsize
+        end = int(self.sequence_pointers[stop - 1]) // width + int(self.sequence_lengths[stop - 1])
+        return self.tokens[int(self.sequence_pointers[start]) // width : end]
 
-    def document_offsets(self, first: int, last: int) -> NDArray[np.int64]:
-        """First token of each document `first` .. `last - 1`, and the end of the last one: int64 [last - first + 1]."""
+    def document_lengths(self, first: int, last: int) -> NDArray[Any]:
+        """Tokens in each of the documents `first` .. `last - 1`, [last - first]."""
         sequences = self.document_indices[first : last + 1]
-        # A boundary may point behind the last sequence (the final one always does); that is the end of the file.
-        inside = np.minimum(sequences, max(len(self) - 1, 0))
-        if not len(self):
-            return np.zeros(len(sequences), dtype=np.int64)
-        offsets = self.sequence_pointers[inside] // self.dtype.itemsize
-        offsets[sequences == len(self)] = self.num_tokens
-        return offsets
+        lengths = self.sequence_lengths[sequences[0] : sequences[-1]]
+        steps = (np.diff(piece) for piece in _overlapping_pieces(sequences))
+        if all((step == 1).all() for step in steps):  # a sequence each, as nearly always
+            return np.require(lengths, requirements="A")  # they are at an odd address in the file, slow to gather from
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        return np.diff(ends[sequences - sequences[0]])
 
     def warm_up(self) -> None:
         """Read both files once from end to end, so that later reads find them in the page cache."""
@@ -109,7 +109,7 @@ class IndexedDataset:
                     pass
 
     def check_contents(self) -> None:
-        """Check every entry of the index, not only its ends. Takes about 10 ms a million sequences.
+        """Check every entry of the index, not only its ends. Takes about 6 ms a million sequences.
 
         Raises `DataError` where a length is negative, a sequence does not start where the one before it ends, or
         documents overlap.
@@ -126,10 +126,10 @@ class IndexedDataset:
                 bad = start + 1 + int(np.argmax(wrong))
                 before = f"the one before it ends at byte {ends[bad - 1 - start]}"
                 raise DataError(f"{self._idx} is corrupted: sequence {bad} starts at byte {pointers[bad]}, {before}")
-        for start in range(0, self.num_documents, _CHECK_ENTRIES):
-            falls = np.diff(documents[start : start + _CHECK_ENTRIES + 1]) < 0
+        for number, piece in enumerate(_overlapping_pieces(documents)):
+            falls = np.diff(piece) < 0
             if falls.any():
-                bad = start + int(np.argmax(falls))
+                bad = number * _CHECK_ENTRIES + int(np.argmax(falls))
                 raise DataError(f"{self._idx} is corrupted: document {bad} ends before it starts")
 
     @property
@@ -145,8 +145,10 @@ class IndexedDataset:
         if len(self):
             expected = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         size = tokens_path(self.prefix).stat().st_size
-        if size != expected or size % self.dtype.itemsize:
-            relation = "shorter" if size < expected else "longer" if size > expected else "other"
+        if size % self.dtype.itemsize:
+            raise DataError(f"{tokens_path(self.prefix)} has {size} bytes, no whole number of {self.dtype} tokens")
+        if size != expected:
+            relation = "shorter" if size < expected else "longer"
             raise DataError(
                 f"{tokens_path(self.prefix)} is {relation} than {self._idx} says: {size} bytes, expected {expected}. "
                 "The file was cut off or belongs to another index"
@@ -157,8 +159,21 @@ class IndexedDataset:
         return map_file(self._idx)[start : start + count * dtype.itemsize].view(dtype)
 
 
-def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file, mapped read-only, as a plain array (slicing `np.memmap` objects costs microseconds)."""
+def _overlapping_pieces(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Pieces that share one value with the next, so that differences of neighbours are all in one of them."""
+    return (values[start : start + _CHECK_ENTRIES + 1] for start in range(0, len(values) - 1, _CHECK_ENTRIES))
+
+
+def map_file(path: Path, *, random_access: bool = False) -> NDArray[np.uint8]:
+    """The bytes of a file, mapped read-only.
+
+    `random_access`: shuffled samples touch a few KB here and there, and reading ahead of each wastes most of what is
+    read; on a cold file of 4 GB we measured 4.8 ms a document with the kernel's read-ahead and 0.09 ms without.
+    """
     if not path.stat().st_size:
         return np.zeros(0, dtype=np.uint8)  # a file without bytes cannot be mapped
-    return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if random_access and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype=np.uint8)

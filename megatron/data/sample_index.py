@@ -51,7 +51,7 @@ def epochs_for_samples(num_samples: int, num_tokens: int, seq_length: int) -> in
 
 
 def build_sample_index(document_lengths: NDArray[Any], *, seq_length: int, num_epochs: int, seed: int) -> SampleIndex:
-    """Shuffle documents, cut samples, shuffle samples; vectorised, about 2 s for 20 M documents of 14 G tokens.
+    """Shuffle documents, cut samples, shuffle samples; vectorised, a few seconds for 20 M documents.
 
     `document_lengths` (tokens, [documents]) may contain zeros but not only zeros. The result depends on the arguments
     alone, not on the version of numpy: `RandomState` is frozen by numpy's compatibility policy, `Generator` is not.

@@ -17,7 +17,8 @@ OptimizerName = Literal["adam", "adamw", "sgd", "lion"]
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Everything that decides an update but the gradients. `max_norm` 0 means no clipping.
+    """Everything that decides an update but the gradients. `max_norm` 0 means no clipping, `loss_scale` None that
+    the loss is not scaled.
 
     `betas` and `eps` are Adam's and Lion's, `momentum` is SGD's. Weight decay is decoupled from the gradient
     (Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019) for all but SGD, which has no other.
@@ -25,7 +26,7 @@ class UpdateRule:
 
     name: OptimizerName
     schedule: LearningRateSchedule
-    loss_scale: LossScale
+    loss_scale: LossScale | None
     max_norm: float
     weight_decay: float
     betas: tuple[float, float] = (0.9, 0.999)

@@ -18,8 +18,8 @@ class LossScale(Protocol):
         """The scale in force for the next backward."""
         ...
 
-    def update(self, *, overflowed: bool) -> None:
-        """Take note of whether the step just made had a gradient that was not finite."""
+    def update(self, *, overflowed: bool) -> bool:
+        """Take note of whether the step just made had a gradient that was not finite; say whether the scale moved."""
         ...
 
     def state(self) -> dict[str, float]:
@@ -33,12 +33,13 @@ class LossScale(Protocol):
 
 @dataclass
 class ConstantLossScale:
-    """A scale that never moves; 1.0 wherever the dtype has the range of fp32."""
+    """A scale that never moves."""
 
-    value: float = 1.0
+    value: float
 
-    def update(self, *, overflowed: bool) -> None:
-        """Do nothing."""
+    def update(self, *, overflowed: bool) -> bool:
+        """Never move."""
+        return False
 
     def state(self) -> dict[str, float]:
         """Return nothing: a constant has no state."""
@@ -65,15 +66,23 @@ class DynamicLossScale:
         self._forgiven_left = self.hysteresis
         self._clean_steps = 0
 
-    def update(self, *, overflowed: bool) -> None:
-        """Move the scale after a step."""
+    def update(self, *, overflowed: bool) -> bool:
+        """Move the scale after a step, if it is time; say whether it moved."""
+        before = self.value
         if overflowed:
-            self._clean_steps = 0
-            if self._forgiven_left > 1:
-                self._forgiven_left -= 1
-            else:
-                self.value = max(self.value / 2.0, self.minimum)
-            return
+            self._overflow()
+        else:
+            self._clean_step()
+        return self.value != before
+
+    def _overflow(self) -> None:
+        self._clean_steps = 0
+        if self._forgiven_left > 1:
+            self._forgiven_left -= 1
+        else:
+            self.value = max(self.value / 2.0, self.minimum)
+
+    def _clean_step(self) -> None:
         self._clean_steps += 1
         if self._clean_steps % self.window == 0:
             self._forgiven_left = self.hysteresis

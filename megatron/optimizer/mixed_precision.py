@@ -37,7 +37,7 @@ class UpdateOutcome:
     grad_norm: torch.Tensor
     skipped: torch.Tensor
     learning_rate: float
-    loss_scale: float
+    loss_scale: float | None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class MixedPrecisionOptimizer:
         *,
         inner: torch.optim.Optimizer,
         schedule: LearningRateSchedule,
-        loss_scale: LossScale,
+        loss_scale: LossScale | None,
         max_norm: float,
     ) -> None:
         self._masters = dict(masters)
@@ -108,7 +108,7 @@ class MixedPrecisionOptimizer:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on."""
         self.settle()
-        return loss if self._loss_scale.value == 1.0 else loss * self._loss_scale.value
+        return loss if self._loss_scale is None else loss * self._loss_scale.value
 
     @torch.no_grad()
     def step(self) -> UpdateOutcome:
@@ -117,12 +117,12 @@ class MixedPrecisionOptimizer:
         The reduction must have finished. Every rank that holds a copy of a parameter gets the same bits.
         """
         self.settle()
-        scale = self._loss_scale.value
+        scale = None if self._loss_scale is None else self._loss_scale.value
         gradients = self._reducer.gradients()
-        norm = global_norm(gradients.values()) / scale
+        norm = global_norm(gradients.values()) / (scale or 1.0)
         skipped = 1.0 - torch.isfinite(norm).float()
         # A norm that is not finite has no clip factor; what the kernel would do with it is undone by found_inf.
-        divisor = scale / clip_factor(norm.nan_to_num(), self._max_norm)
+        divisor = (scale or 1.0) / clip_factor(norm.nan_to_num(), self._max_norm)
         learning_rate = self._schedule.at(self._num_updates + 1)
         self._update(gradients, learning_rate, divisor, skipped)
         self._reducer.release()
@@ -164,37 +164,35 @@ class MixedPrecisionOptimizer:
         if self._unsettled is None:
             return
         overflowed, self._unsettled = bool(self._unsettled), None
-        scale_before = self._loss_scale.value
-        self._loss_scale.update(overflowed=overflowed)
+        scale_moved = self._loss_scale is not None and self._loss_scale.update(overflowed=overflowed)
         if not overflowed:
             self._num_updates += 1
             self._skipped_in_a_row = 0
             return
         self._num_skipped += 1
         self._skipped_in_a_row += 1
-        _log.warning(
-            "gradients were not finite: update skipped (%d so far), loss scale %g -> %g",
-            self._num_skipped,
-            scale_before,
-            self._loss_scale.value,
-        )
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW and self._loss_scale.value == scale_before:
+        scale = "" if self._loss_scale is None else f", loss scale now {self._loss_scale.value:g}"
+        _log.warning("gradients were not finite: update skipped, %d so far%s", self._num_skipped, scale)
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW and not scale_moved:
             raise FloatingPointError(
-                f"gradients have not been finite for {self._skipped_in_a_row} steps in a row, and the loss scale of "
-                f"{scale_before:g} goes no lower: training has diverged"
+                f"gradients have not been finite for {self._skipped_in_a_row} steps in a row{scale}: training has "
+                "diverged"
             )
 
     @property
     def progress(self) -> OptimizerProgress:
         """Counters and loss scale after the last step."""
         self.settle()
-        return OptimizerProgress(self._num_updates, self._num_skipped, self._loss_scale.state())
+        return OptimizerProgress(
+            self._num_updates, self._num_skipped, {} if self._loss_scale is None else self._loss_scale.state()
+        )
 
     def restore_progress(self, progress: OptimizerProgress) -> None:
         """Go on from a checkpoint's counters and loss scale."""
         self._unsettled = None
         self._num_updates, self._num_skipped = progress.num_updates, progress.num_skipped
-        self._loss_scale.restore(progress.loss_scale)
+        if self._loss_scale is not None:
+            self._loss_scale.restore(progress.loss_scale)
 
     def named_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return each parameter's optimizer state by name, `master` included where it is not the parameter itself.

@@ -25,8 +25,8 @@ class Cadence:
     exit_interval: int | None
 
     def logs_at(self, iteration: int) -> bool:
-        """Whether a row is due; the last iteration always has one."""
-        return iteration % self.log_interval == 0 or iteration == self.train_iters
+        """Whether a row is due; the first iteration and the last always have one."""
+        return iteration % self.log_interval == 0 or iteration in (1, self.train_iters)
 
     def evaluates_at(self, iteration: int) -> bool:
         """Whether an evaluation is due; the one at the end of training is not counted here."""

@@ -56,9 +56,9 @@ def update_rule(args: OptimizerArgs) -> UpdateRule:
     )
 
 
-def _loss_scale(args: OptimizerArgs) -> LossScale:
+def _loss_scale(args: OptimizerArgs) -> LossScale | None:
     if args.precision != "fp16":
-        return ConstantLossScale()
+        return None
     if args.loss_scale:
         return ConstantLossScale(args.loss_scale)
     return DynamicLossScale(2.0**args.initial_scale_power, args.loss_scale_window, args.hysteresis, args.min_scale)

@@ -120,9 +120,10 @@ def test_samples_in_epochs(write_dataset, documents):
     )
     splits = build(Arguments(data_path=prefix, split="1,1,0"), (1, 0, 0))
     some = Arguments(data_path=prefix, split="1,1,0")
-    assert train_samples_in_epochs(some, seq_length=8, num_epochs=2) == (
-        2 * sum(map(len, documents[: splits.train.request.last_document])) - 1
-    ) // 8
+    assert (
+        train_samples_in_epochs(some, seq_length=8, num_epochs=2)
+        == (2 * sum(map(len, documents[: splits.train.request.last_document])) - 1) // 8
+    )
 
 
 @pytest.mark.parametrize(

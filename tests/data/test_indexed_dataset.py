@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron.data import indexed_dataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_format import TOKEN_DTYPES, dtype_for_vocab
 from megatron.data.indexed_writer import IndexedDatasetWriter, merge_datasets
@@ -64,9 +65,11 @@ def test_reads_what_megatron_core_wrote(core, tmp_path, documents, dtype):
     assert dataset.dtype == dtype
     assert [s.tolist() for s in dataset] == [sequence for document in documents for sequence in document]
     whole = [[token for sequence in document for token in sequence] for document in documents]
-    assert [dataset.document(i).tolist() for i in range(dataset.num_documents)] == whole
-    offsets = dataset.document_offsets(0, dataset.num_documents)
-    assert offsets.tolist() == np.cumsum([0, *map(len, whole)]).tolist()
+    assert [dataset.documents(i, i + 1).tolist() for i in range(dataset.num_documents)] == whole
+    for first in range(dataset.num_documents + 1):
+        for last in range(first, dataset.num_documents + 1):
+            assert dataset.documents(first, last).tolist() == [t for document in whole[first:last] for t in document]
+            assert dataset.document_lengths(first, last).tolist() == [len(document) for document in whole[first:last]]
 
 
 def test_megatron_core_reads_what_we_wrote(core, tmp_path, write_dataset, documents):
@@ -105,8 +108,8 @@ def test_the_top_id_of_any_vocabulary_survives(core, write_dataset, vocab_size):
 
 @pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 65536), (np.uint16, -1), (np.int32, 2**31), (np.int16, 32768)])
 def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path, dtype, bad):
-    with pytest.raises(DataError, match=f"token id {bad} does not"), IndexedDatasetWriter(tmp_path / "x", dtype) as writer:
-        writer.add_document([1, bad])
+    with pytest.raises(DataError, match=f"token id {bad} does not"), IndexedDatasetWriter(tmp_path / "x", dtype) as out:
+        out.add_document([1, bad])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,6 +174,7 @@ CORRUPTIONS = {
     "magic": (overwrite(0, b"TNTIDX\0\0\0"), r"b'TNTIDX\\x00\\x00\\x00', expected b'MMIDIDX.*lazy"),
     "version": (overwrite(9, struct.pack("<Q", 2)), "has format version 2; this reads version 1"),
     "float tokens": (overwrite(17, b"\x07"), "token type code 7, which is no integer type"),
+    "bin odd": (change("corpus.bin", lambda raw: raw[:-1]), "has 9 bytes, no whole number of uint16 tokens"),
     "bin cut": (change("corpus.bin", lambda raw: raw[:-2]), "shorter than .* says: 8 bytes, expected 10"),
     "bin empty": (change("corpus.bin", lambda raw: b""), "shorter than .* says: 0 bytes, expected 10"),
     "bin of another": (change("corpus.bin", lambda raw: raw + b"xx"), "longer than .* says: 12 bytes, expected 10"),
@@ -197,7 +201,11 @@ def test_corrupted_files_are_refused_at_opening_with_names_and_numbers(write_dat
         (overwrite(78, struct.pack("<q", 9)), "document 1 ends before it starts"),
     ],
 )
-def test_corruption_inside_the_index_is_found_by_the_full_check(write_dataset, tmp_path, corrupt, message):
+@pytest.mark.parametrize("entries_at_once", [1, 2, 1 << 20])
+def test_corruption_inside_the_index_is_found_by_the_full_check(
+    write_dataset, tmp_path, monkeypatch, corrupt, message, entries_at_once
+):
+    monkeypatch.setattr(indexed_dataset, "_CHECK_ENTRIES", entries_at_once)
     prefix = write_dataset([[1, 2], [], [3, 4, 5]])
     IndexedDataset(prefix).check_contents()
     corrupt(tmp_path)

@@ -19,7 +19,7 @@ from megatron.data_parallel.ready_order import (
     record_ready_order,
 )
 from megatron.optimizer.learning_rate import LearningRateSchedule
-from megatron.optimizer.loss_scale import ConstantLossScale, LossScale
+from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, UpdateOutcome, master_weights
 
 VOCABULARY, HIDDEN = 64, 24
@@ -120,7 +120,7 @@ class Trainer:
             self.reducer,
             inner=options.optimizer(list(masters.values()), fused=True),
             schedule=LearningRateSchedule(options.learning_rate, 0.0, 2, 100, "cosine"),
-            loss_scale=loss_scale or ConstantLossScale(),
+            loss_scale=loss_scale,
             max_norm=options.max_norm,
         )
 

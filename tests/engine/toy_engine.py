@@ -11,7 +11,6 @@ from megatron.engine.build import ReductionSettings, build_engine
 from megatron.mpu.grid import build_grid
 from megatron.optimizer.choice import UpdateRule
 from megatron.optimizer.learning_rate import LearningRateSchedule
-from megatron.optimizer.loss_scale import ConstantLossScale
 from tests.distributed.toy import ToyModel, loss_of, tokens_of
 
 
@@ -58,7 +57,7 @@ def toy_engine(*, overlap=True, accumulation=1, dtype=torch.float32, loss_scale=
         update=UpdateRule(
             name="adamw",
             schedule=LearningRateSchedule(1e-2, 0.0, 2, 100, "cosine"),
-            loss_scale=loss_scale or ConstantLossScale(),
+            loss_scale=loss_scale,
             max_norm=0.5,
             weight_decay=0.01,
         ),

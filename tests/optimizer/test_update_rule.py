@@ -9,7 +9,7 @@ from megatron.optimizer.choice import UpdateRule
 from megatron.optimizer.global_norm import clip_factor, global_norm
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.lion import Lion
-from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
+from megatron.optimizer.loss_scale import DynamicLossScale
 
 
 def _schedule(style, minimum=0.0):
@@ -59,7 +59,7 @@ def _rule(name, **changes):
     return UpdateRule(
         name=name,
         schedule=_schedule("constant"),
-        loss_scale=ConstantLossScale(),
+        loss_scale=None,
         max_norm=0.0,
         **{"weight_decay": 0.1, "momentum": 0.9, **changes},
     )

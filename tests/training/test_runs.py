@@ -1,0 +1,92 @@
+"""Whole runs through deepy: on against off, one process against two, stop and resume, what they leave behind."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megatron.data_parallel.exposure import all_reduce_bytes_sent
+from tests.training.runs import COMMUNICATION, ROOT, TinyRun, environment, write_corpus
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def straight(prefix, tmp_path_factory):
+    """An uninterrupted run on two workers with the reduction under backward."""
+    run = TinyRun(prefix, tmp_path_factory.mktemp("straight"), {"overlap_grad_reduce": True})
+    run.train()
+    return run
+
+
+def test_on_equals_off_in_every_row(prefix, straight, tmp_path):
+    off = TinyRun(prefix, tmp_path, {"overlap_grad_reduce": False})
+    off.train()
+    assert off.rows() == straight.rows()
+    training = [row for row in straight.rows(without=()) if "learning_rate" in row]
+    assert [row["iteration"] for row in training] == [1, 2, 3, 4, 5, 6]
+    assert training[-1]["lm_loss"] < training[0]["lm_loss"]
+
+
+def test_rows_say_what_was_sent_and_the_exit_record_how_it_ended(straight):
+    training = [row for row in straight.rows(without=()) if "learning_rate" in row]
+    # Two layers of 12 H^2 + 13 H, embedding and head of 512 padded rows, and the final norm; H is 32, all in fp32.
+    parameters = 2 * (12 * 32 * 32 + 13 * 32) + 2 * 512 * 32 + 2 * 32
+    for row in training:
+        assert row["grad_reduce_bytes"] == all_reduce_bytes_sent(4 * parameters, 2)
+        assert 0.0 <= row["hidden_fraction"] <= 1.0
+        assert row["grad_reduce_s"] > 0.0 and row["exposed_grad_reduce_s"] > 0.0
+        assert row["loss_scale"] is None and row["mfu"] is None
+    record = json.loads((straight.folder / "logs" / "exit.json").read_text())
+    assert record == {"code": 0, "reason": "reached train_iters", "iteration": 6, "signal": None}
+
+
+def test_one_process_with_accumulation_gives_the_same_losses(prefix, tmp_path):
+    without_dropout = {"overlap_grad_reduce": True, "hidden_dropout": 0.0}
+    two = TinyRun(prefix, tmp_path / "two", without_dropout)
+    one = TinyRun(prefix, tmp_path / "one", {**without_dropout, "gradient_accumulation_steps": 2})
+    two.train()
+    configuration = one.configuration()
+    command = [sys.executable, "train.py", str(configuration)]
+    subprocess.run(command, env=environment(), cwd=ROOT, check=True, timeout=180, capture_output=True)
+    for alone, together in zip(one.rows(without=()), two.rows(without=()), strict=True):
+        assert alone["lm_loss"] == pytest.approx(together["lm_loss"], rel=1e-5)
+        if "grad_norm" in alone:
+            assert alone["grad_norm"] == pytest.approx(together["grad_norm"], rel=1e-4)
+            assert all(alone[field] is None for field in COMMUNICATION)
+
+
+def test_stop_and_resume_with_the_flag_flipped_equals_the_uninterrupted_run(prefix, straight, tmp_path):
+    checkpoints = {"save": str(tmp_path / "checkpoints"), "load": str(tmp_path / "checkpoints")}
+    first = TinyRun(prefix, tmp_path, {"overlap_grad_reduce": True, "exit_interval": 4, **checkpoints})
+    first.train()
+    second = TinyRun(prefix, tmp_path, {"overlap_grad_reduce": False, **checkpoints})
+    second.train()
+    assert second.rows() == straight.rows()
+
+
+def test_an_interrupt_saves_ends_with_75_and_is_resumed(prefix, straight, tmp_path):
+    checkpoints = {"save": str(tmp_path / "checkpoints"), "load": str(tmp_path / "checkpoints")}
+    run = TinyRun(prefix, tmp_path, {"overlap_grad_reduce": True, **checkpoints})
+    long = run.command("--set", "train_iters=5000", "--set", "lr_decay_iters=6")
+    process = subprocess.Popen(
+        long, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "iteration 2/" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 75, rest
+    record = json.loads((tmp_path / "logs" / "exit.json").read_text())
+    assert record["code"] == 75 and record["signal"] == "SIGINT"
+    assert (tmp_path / "checkpoints" / f"global_step{record['iteration']}").is_dir()
+    assert "Traceback" not in rest
