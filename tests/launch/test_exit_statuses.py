@@ -57,7 +57,10 @@ def test_exit_record_agrees(runs, config, behaviour, status):
 
 def test_workers_know_their_place_and_get_the_configuration(runs):
     workers = ready(runs["done,done"].out)
-    assert [(worker["rank"], worker["size"], worker["path"]) for worker in workers] == [(0, 2, ODD_PATH), (1, 2, ODD_PATH)]
+    assert [(worker["rank"], worker["size"], worker["path"]) for worker in workers] == [
+        (0, 2, ODD_PATH),
+        (1, 2, ODD_PATH),
+    ]
 
 
 def test_runs_on_one_host_meet_at_different_ports(runs):

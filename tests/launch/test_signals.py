@@ -18,7 +18,9 @@ def begin(config):
     started = []
 
     def begin(behaviour):
-        process = start([*DEEPY, WORKER, str(config / "odd name.yml"), "--num_gpus", "2"], behaviour)
+        process = start(
+            [*DEEPY, WORKER, str(config / "odd name.yml"), "--num_gpus", "2"], behaviour, TMPDIR=str(config)
+        )
         started.append(process)
         workers = ready([process.stdout.readline(), process.stdout.readline()])
         return process, [worker["pid"] for worker in workers]
