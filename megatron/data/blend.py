@@ -91,13 +91,14 @@ def make_blend(weights: Sequence[float], num_samples: int, names: Sequence[str])
     """
     exact = _exact_weights(weights, names)
     root = _huffman_tree(exact)
+    enough = num_samples >= np.count_nonzero(weights)
     late: tuple[int, ...] = ()
     while starved := _without_samples(Blend(root, len(exact), num_samples, late), exact):
         for source in starved:
-            logger.warning("data set '%s': weight %g of %g is less than one of %d samples; it %s", names[source],
-                           weights[source], sum(weights), num_samples,
-                           "is given one" if num_samples >= np.count_nonzero(weights) else "gets none")  # fmt: skip
-        if num_samples < np.count_nonzero(weights):
+            what = f"data set '{names[source]}': weight {weights[source]:g} of {sum(weights):g}"
+            result = "is given one" if enough else "gets none"
+            logger.warning("%s is less than one of %d samples; it %s", what, num_samples, result)
+        if not enough:
             break
         late += starved
     return Blend(root, len(exact), num_samples, late)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron.data.blend import Blend, BlendedDataset, make_blend, weights_by_num_documents
 from megatron.data.document_split import SPLIT_NAMES, split_boundaries
@@ -13,35 +12,9 @@ from megatron.data.index_cache import IndexRequest, ensure_cached
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_index import epochs_for_samples, samples_in_epochs
 from megatron.errors import ConfigError, DataError
+from megatron.neox_arguments.data import DataArgs
 
 logger = logging.getLogger(__name__)
-
-
-class DataArguments(Protocol):
-    """The fields of `megatron.neox_arguments.data.DataArgs` that say where the data is."""
-
-    @property
-    def data_path(self) -> str | None: ...  # noqa: D102
-    @property
-    def split(self) -> str: ...  # noqa: D102
-    @property
-    def train_data_paths(self) -> Sequence[str] | None: ...  # noqa: D102
-    @property
-    def valid_data_paths(self) -> Sequence[str] | None: ...  # noqa: D102
-    @property
-    def test_data_paths(self) -> Sequence[str] | None: ...  # noqa: D102
-    @property
-    def train_data_weights(self) -> Sequence[float] | None: ...  # noqa: D102
-    @property
-    def valid_data_weights(self) -> Sequence[float] | None: ...  # noqa: D102
-    @property
-    def test_data_weights(self) -> Sequence[float] | None: ...  # noqa: D102
-    @property
-    def weight_by_num_documents(self) -> bool: ...  # noqa: D102
-    @property
-    def weighted_sampler_alpha(self) -> float: ...  # noqa: D102
-    @property
-    def mmap_warmup(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -101,7 +74,7 @@ class _SplitPlan:
 
 
 def build_train_valid_test(
-    data_args: DataArguments,
+    data_args: DataArgs,
     *,
     seq_length: int,
     seed: int,
@@ -132,7 +105,7 @@ def build_train_valid_test(
     return Splits(train, valid, test)
 
 
-def train_samples_in_epochs(data_args: DataArguments, *, seq_length: int, num_epochs: int) -> int:
+def train_samples_in_epochs(data_args: DataArgs, *, seq_length: int, num_epochs: int) -> int:
     """Training samples in `num_epochs` passes over the training documents, those of all sources together.
 
     Raises `DataError` as `build_train_valid_test`.
@@ -141,7 +114,7 @@ def train_samples_in_epochs(data_args: DataArguments, *, seq_length: int, num_ep
     return sum(samples_in_epochs(num_epochs, source.num_tokens(), seq_length) for source in train.sources)
 
 
-def _nothing_to_train_on(data_args: DataArguments) -> str:
+def _nothing_to_train_on(data_args: DataArgs) -> str:
     if data_args.data_path is None:
         return "nothing to train on: set data_path, or train_data_paths"
     return f"nothing to train on: split '{data_args.split}' leaves no documents of '{data_args.data_path}' to train"
@@ -156,7 +129,7 @@ def _waiting(wait: Callable[[], None]) -> Iterator[None]:
         wait()
 
 
-def _find_sources(data_args: DataArguments) -> list[_SplitSources]:
+def _find_sources(data_args: DataArgs) -> list[_SplitSources]:
     """The documents of the train, valid and test split. Raises `DataError`, `ConfigError`."""
     separate = (data_args.train_data_paths, data_args.valid_data_paths, data_args.test_data_paths)
     if data_args.data_path is not None and any(separate):
@@ -170,7 +143,7 @@ def _find_sources(data_args: DataArguments) -> list[_SplitSources]:
     ]
 
 
-def _open_dataset(path: str, data_args: DataArguments) -> IndexedDataset:
+def _open_dataset(path: str, data_args: DataArgs) -> IndexedDataset:
     dataset = IndexedDataset(path)
     if data_args.mmap_warmup:
         dataset.warm_up()
@@ -186,7 +159,7 @@ def _split_one(dataset: IndexedDataset, split: str) -> list[_SplitSources]:
 
 
 def _whole_datasets(
-    name: str, datasets: list[IndexedDataset], weights: Sequence[float] | None, data_args: DataArguments
+    name: str, datasets: list[IndexedDataset], weights: Sequence[float] | None, data_args: DataArgs
 ) -> _SplitSources:
     if data_args.weight_by_num_documents and datasets:
         num_documents = [dataset.num_documents for dataset in datasets]
@@ -212,15 +185,9 @@ def _request(source: _Source, num_samples: int, seq_length: int, seed: int) -> I
         return None
     num_tokens = source.num_tokens()
     num_epochs = epochs_for_samples(num_samples, num_tokens, seq_length)
-    logger.info(
-        "'%s': %d samples in %.2f epochs of %d tokens, documents %d to %d",
-        source.dataset.prefix,
-        num_samples,
-        num_samples * seq_length / num_tokens,
-        num_tokens,
-        source.first_document,
-        source.last_document - 1,
-    )
+    epochs = num_samples * seq_length / num_tokens
+    documents = f"'{source.dataset.prefix}' documents {source.first_document} to {source.last_document - 1}"
+    logger.info("%s: %d samples in %.2f epochs of %d tokens", documents, num_samples, epochs, num_tokens)
     return IndexRequest(source.dataset, source.first_document, source.last_document, seq_length, num_epochs, seed)
 
 

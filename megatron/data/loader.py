@@ -1,18 +1,22 @@
 """The micro-batches of one data rank, in an order that depends on the number of consumed samples alone."""
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.micro_batch import Collate, MicroBatch
 from megatron.errors import ConfigError, DataError
 
 # What a terminal or a scheduler sends to a whole job to end it at the next step: the training process decides when, and
-# needs its workers until then.
-_SIGNALS_OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# needs its workers until then. (SIGTERM is one more, see `_outlive_job_signals`.)
+_SIGNALS_OF_THE_JOB = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,15 @@ class MicroBatchLoader:
         """`pin_memory` None: where there is an accelerator to copy to."""
         self.order = order
         self.vocab_size = vocab_size
-        self._loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
+        self._collate = collate
+        self._pin_memory = torch.accelerator.is_available() if pin_memory is None else pin_memory
+        self._loader: torch.utils.data.DataLoader[NDArray[np.int64]] = torch.utils.data.DataLoader(
             dataset,  # type: ignore[arg-type]  # any object with __len__ and __getitem__ does
             batch_sampler=order,
-            collate_fn=collate,
+            # Workers hand over arrays, which travel through a pipe; tensors would need files in /dev/shm, small in
+            # containers, and a worker sharing one complains loudly when the training process is interrupted.
+            collate_fn=np.stack,
             num_workers=num_workers,
-            pin_memory=torch.accelerator.is_available() if pin_memory is None else pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=_outlive_job_signals,
             # A generator of its own: by default every new iterator draws a number from the global one.
@@ -91,29 +98,41 @@ class MicroBatchLoader:
         return len(self.order)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for number, batch in enumerate(self._loader):
+        for number, samples in enumerate(self._loader):
             if self.vocab_size is not None:
-                self._check_tokens(batch, number)
-            yield batch
+                self._check_tokens(samples, number, self.vocab_size)
+            batch = self._collate(samples)
+            yield batch.pin_memory() if self._pin_memory else batch
 
-    def _check_tokens(self, batch: MicroBatch, number: int) -> None:
-        assert self.vocab_size is not None
-        lowest = min(int(batch.tokens_BS.min()), int(batch.labels_BS.min()))
-        highest = max(int(batch.tokens_BS.max()), int(batch.labels_BS.max()))
-        if lowest < 0 or highest >= self.vocab_size:
+    def _check_tokens(self, samples: NDArray[np.int64], number: int, vocab_size: int) -> None:
+        lowest, highest = int(samples.min()), int(samples.max())
+        if lowest < 0 or highest >= vocab_size:
             bad = lowest if lowest < 0 else highest
             stride = self.order.micro_batch_size * self.order.num_data_ranks
             first = self.order.consumed_samples + number * stride + self.order.data_rank * self.order.micro_batch_size
             raise DataError(
                 f"token id {bad} in samples {first} to {first + self.order.micro_batch_size - 1}, but the model's "
-                f"vocabulary has {self.vocab_size} ids: the data was made with another tokenizer"
+                f"vocabulary has {vocab_size} ids: the data was made with another tokenizer"
             )
 
 
 def _outlive_job_signals(worker: int) -> None:
     """Ignore signals meant for the training process, whose handlers a forked worker would otherwise have inherited.
 
-    A worker never outlives it all the same: it ends when told to, and when its parent is gone.
+    SIGTERM is also how the training process ends a worker, when it exits with the loader still in use. So that one
+    counts if it comes from there, and not from a scheduler that sends it to all processes of the job. Where the sender
+    cannot be known (no `sigwaitinfo`), SIGTERM ends the worker. A worker whose parent is gone ends by itself anyhow.
     """
     for number in _SIGNALS_OF_THE_JOB:
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_at_a_word_of, args=(os.getppid(),), daemon=True).start()
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_at_a_word_of(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

@@ -1,6 +1,5 @@
 """What one micro-batch is, and how samples become one."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,10 +24,14 @@ class MicroBatch(NamedTuple):
         """The same micro-batch on `device`; asynchronous from pinned memory."""
         return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
+    def pin_memory(self) -> "MicroBatch":
+        """The same micro-batch in page-locked memory, from which an accelerator copies by itself."""
+        return MicroBatch(*(tensor.pin_memory() for tensor in self))
+
 
 @dataclass(frozen=True)
 class Collate:
-    """Stacks samples of seq_length + 1 tokens to a `MicroBatch`.
+    """Makes a `MicroBatch` of samples of seq_length + 1 tokens.
 
     With `masked_input_token` set, the prediction after each of these tokens does not count (`eod_mask_loss`: what
     follows the end of a document is another document).
@@ -36,9 +39,9 @@ class Collate:
 
     masked_input_token: int | None = None
 
-    def __call__(self, samples: Sequence[NDArray[np.int64]]) -> MicroBatch:
-        """`samples`: B arrays of S + 1 tokens."""
-        stacked = torch.from_numpy(np.stack(samples))
+    def __call__(self, samples: NDArray[np.int64]) -> MicroBatch:
+        """`samples`: int64 [B, S + 1]."""
+        stacked = torch.from_numpy(samples)
         tokens_BS, labels_BS = stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
         loss_mask_BS = torch.ones(tokens_BS.shape, dtype=torch.float32)
         if self.masked_input_token is not None:

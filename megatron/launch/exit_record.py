@@ -76,9 +76,9 @@ def settle_exit_record(log_dir: str | Path | None, status: int) -> None:
         return
     record = read_exit_record(log_dir)
     if record is None:
-        record = ExitRecord(status, _reason(status), None, _signal_name(status))
+        record = ExitRecord(status, reason_for(status), None, _signal_name(status))
     elif record.code != status:
-        reason = f"{_reason(status)}; rank 0 said: {record.reason}"
+        reason = f"{reason_for(status)}; rank 0 said: {record.reason}"
         record = replace(record, code=status, reason=reason)
     else:
         return
@@ -94,7 +94,8 @@ def _record_of(error: BaseException) -> ExitRecord:
     return ExitRecord(_FAULT, f"{type(error).__name__}: {error}", None, None)
 
 
-def _reason(status: int) -> str:
+def reason_for(status: int) -> str:
+    """Say what a status that deepy returns means."""
     known = {
         EXIT_OK: "done",
         EXIT_USER_ERROR: "bad configuration or input",

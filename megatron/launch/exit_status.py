@@ -43,7 +43,7 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
         status = ended.code if isinstance(ended.code, int) else EXIT_OK if ended.code is None else FAULT
         raise
     finally:
-        _leave_status(status)
+        leave_status(status)
     sys.stdout.flush()
     sys.exit(status)
 
@@ -51,24 +51,22 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
 def status_of_run(folder: Path, num_workers: int, launcher_status: int, received: signal.Signals | None = None) -> int:
     """Return the status of a run from what its `num_workers` workers left in `folder`, 128 + n for a signal n.
 
-    `launcher_status` is as subprocess gives it; `received` is the signal by which deepy was asked to end. The launcher
-    ends the other workers as soon as one is done, so one rank's 2 or 75 is enough; a worker that left nothing died,
-    which is a fault whatever the launcher says. A script that leaves nothing at all is the launcher's to judge.
+    `launcher_status` is as subprocess gives it; `received` is the signal by which deepy was asked to end. One worker's
+    user error is everybody's: the others fail for want of it, or the launcher ends them. 0 and 75 need every worker's
+    word: one that left nothing died, which is a fault whatever the launcher says.
     """
     left = [int(path.read_text()) for path in sorted(folder.glob("status_*"))]
     faults = [status for status in left if status not in (EXIT_OK, EXIT_USER_ERROR, EXIT_RUN_AGAIN)]
-    if EXIT_USER_ERROR in left:  # and others may have failed for want of that rank
+    if EXIT_USER_ERROR in left:
         return EXIT_USER_ERROR
     if faults:
         return faults[0]
-    if EXIT_RUN_AGAIN in left:
-        return EXIT_RUN_AGAIN
     if len(left) == num_workers:
-        return EXIT_OK
+        return EXIT_RUN_AGAIN if EXIT_RUN_AGAIN in left else EXIT_OK
     if received is not None:
         return 128 + received
     launched = shell_status(launcher_status)
-    return launched or (FAULT if left else EXIT_OK)
+    return FAULT if launched in (EXIT_OK, EXIT_RUN_AGAIN) else launched
 
 
 def shell_status(status: int) -> int:
@@ -81,7 +79,8 @@ def shell_status(status: int) -> int:
     return 128 + 256 - status if 256 - 64 <= status < 256 else status
 
 
-def _leave_status(status: int) -> None:
+def leave_status(status: int) -> None:
+    """Leave this worker's status for deepy, before the worker ends: a launcher ends the others once one has ended."""
     folder = _status_folder()
     if folder is not None:
         path = folder / f"status_{os.environ.get('RANK', '0')}"

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from megatron.errors import ConfigError
+from megatron.errors import EXIT_OK, EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from megatron.launch.devices import LocalDevices, local_devices
 from megatron.launch.environment import LOOPBACK
+from megatron.launch.exit_record import reason_for
 from megatron.launch.exit_status import STATUS_FOLDER_VARIABLE, status_of_run
 from megatron.launch.ports import free_port, is_free
 from megatron.launch.supervise import supervise
@@ -74,7 +75,11 @@ def run_local(command: Sequence[str], script: str, num_workers: int) -> int:
 
         environment = worker_environment(num_workers) | {STATUS_FOLDER_VARIABLE: name}
         ended = supervise(command, environment, find_workers)
-        return status_of_run(folder, num_workers, ended.status, ended.received)
+        status = status_of_run(folder, num_workers, ended.status, ended.received)
+        is_silent = len(list(folder.glob("status_*"))) < num_workers and ended.received is None
+        if is_silent and status not in (EXIT_OK, EXIT_USER_ERROR, EXIT_RUN_AGAIN):
+            sys.stderr.write(f"error: {reason_for(status)}\n")  # who is killed says nothing
+        return status
 
 
 def worker_environment(num_workers: int) -> dict[str, str]:

@@ -77,7 +77,7 @@ class Head(nn.Module):
 
 def padded_vocab_size(args: ModelArgs) -> int:
     """Return the vocabulary with its padding. Raises ConfigError when no tokenizer has given it yet."""
-    if args.padded_vocab_size is None:
+    if not args.padded_vocab_size:
         raise ConfigError("padded_vocab_size is not known: it follows from the tokenizer, or set it")
     return args.padded_vocab_size
 

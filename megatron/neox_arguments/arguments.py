@@ -14,7 +14,7 @@ from megatron.neox_arguments import derive, nested
 from megatron.neox_arguments.checkpoint import CheckpointArgs
 from megatron.neox_arguments.data import DataArgs
 from megatron.neox_arguments.deepspeed import DeepspeedArgs
-from megatron.neox_arguments.known import HINTS, UNSUPPORTED
+from megatron.neox_arguments.known import HINTS, PARTLY_SUPPORTED, UNSUPPORTED
 from megatron.neox_arguments.launch import LaunchArgs
 from megatron.neox_arguments.model import ModelArgs
 from megatron.neox_arguments.monitor import MonitorArgs
@@ -112,6 +112,8 @@ def _build(settings: dict[str, Setting], world_size: WorldSize) -> NeoXArgs:
                 by_section[_SECTION_OF[key]][key] = setting.value
         elif key in HINTS:
             notices.append(f"{key}: {HINTS[key]}")
+        elif key in PARTLY_SUPPORTED and PARTLY_SUPPORTED[key][0](setting.value):
+            notices.append(f"{key}: {PARTLY_SUPPORTED[key][1]}")
         else:
             problems.extend(_problem_of_foreign_key(key, setting))
     sections: dict[str, Any] = {}
@@ -147,6 +149,10 @@ def _derived(
 
 def _problem_of_foreign_key(key: str, setting: Setting) -> list[str]:
     """A key that is not ours: known to NeoX and left at its default, known and refused, or unknown."""
+    if key in PARTLY_SUPPORTED:
+        return [
+            f"{key}: {setting.value!r} ({setting.origin}): known NeoX argument, this value is not supported here yet"
+        ]
     known = UNSUPPORTED.get(key)
     if known is not None:
         if setting.value is None or _same(setting.value, known.default):
@@ -155,7 +161,7 @@ def _problem_of_foreign_key(key: str, setting: Setting) -> list[str]:
             f"{key}: {setting.value!r} ({setting.origin}): known NeoX argument, not supported here yet; only "
             f"{known.default!r} is accepted ({known.reason})"
         ]
-    names = [*_SECTION_OF, *UNSUPPORTED, *HINTS, "optimizer", "zero_optimization", "fp16", "bf16"]
+    names = [*_SECTION_OF, *UNSUPPORTED, *HINTS, *PARTLY_SUPPORTED, "optimizer", "zero_optimization", "fp16", "bf16"]
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return [f"unknown key {key} ({setting.origin}){hint}"]

@@ -6,6 +6,7 @@ with a notice. Nothing is silently ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 LATER = "to come"
@@ -161,6 +162,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "compression_training": Unsupported("dict", None, DEEPSPEED),
     "checkpoint": Unsupported("dict", None, DEEPSPEED),
     "data_types": Unsupported("dict", None, DEEPSPEED),
+    "comms_logger": Unsupported("dict", None, DEEPSPEED),
     "autotuning_run": Unsupported("str", None, DEEPSPEED),
 }
 
@@ -170,7 +172,6 @@ _LAUNCHER = "this is worked out at start"
 _ZERO_BUCKETS = "gradient buckets are sized by ddp_bucket_size"
 
 HINTS: dict[str, str] = {
-    "attention_config": _SDPA,
     "scaled_upper_triang_masked_softmax_fusion": _SDPA,
     "scaled_masked_softmax_fusion": _SDPA,
     "attention_softmax_in_fp32": _SDPA,
@@ -197,8 +198,6 @@ HINTS: dict[str, str] = {
     "zero_contiguous_gradients": _ZERO_BUCKETS,
     "zero_reduce_bucket_size": _ZERO_BUCKETS,
     "zero_allgather_bucket_size": _ZERO_BUCKETS,
-    "dynamic_loss_scale": "the loss scale is dynamic unless loss_scale is set",
-    "data_impl": "token files are always memory-mapped",
     "short_seq_prob": "this only concerns masked language models",
     "is_pipe_parallel": _LAUNCHER,
     "local_rank": _LAUNCHER,
@@ -213,3 +212,18 @@ HINTS: dict[str, str] = {
     "do_test": _LAUNCHER,
     "onnx_safe": "nothing is exported to ONNX",
 }
+
+# Arguments of which some values change nothing and the others are not supported.
+PARTLY_SUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "attention_config": (lambda value: _attention_kinds(value) <= {"flash", "global"}, _SDPA),
+    "data_impl": (lambda value: value in ("infer", "mmap"), "token files are always memory-mapped"),
+    "dynamic_loss_scale": (lambda value: value is True, "the loss scale is dynamic unless loss_scale is set"),
+}
+
+
+def _attention_kinds(value: Any) -> set[str]:
+    """The kinds in NeoX's `[[["flash"], 12]]`; the value's own text where it is of another form."""
+    try:
+        return {kind for kinds, _ in value for kind in kinds}
+    except (TypeError, ValueError):
+        return {repr(value)}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.errors import EXIT_OK, EXIT_RUN_AGAIN
 from megatron.launch.environment import RankInfo
 from megatron.launch.exit_record import ExitRecord, write_exit_record
+from megatron.launch.exit_status import leave_status
 from megatron.monitor.log import setup_logging
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.join_ranks import join_ranks
@@ -37,6 +38,8 @@ def train_run(args: NeoXArgs, rank: RankInfo) -> int:
             record = _train(run, signals, saves=args.checkpoint.save is not None)
         if rank.rank == 0 and log_dir is not None:
             write_exit_record(log_dir, record)
+        leave_status(record.code)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
     return record.code

@@ -1,26 +1,10 @@
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
 from megatron.data import build as build_module
 from megatron.data.build import SplitSizes, build_train_valid_test, train_samples_in_epochs
 from megatron.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True)
-class Arguments:
-    data_path: str | None = None
-    split: str = "969, 30, 1"
-    train_data_paths: list[str] | None = None
-    valid_data_paths: list[str] | None = None
-    test_data_paths: list[str] | None = None
-    train_data_weights: list[float] | None = None
-    valid_data_weights: list[float] | None = None
-    test_data_weights: list[float] | None = None
-    weight_by_num_documents: bool = False
-    weighted_sampler_alpha: float = 1.0
-    mmap_warmup: bool = False
+from megatron.neox_arguments.data import DataArgs
 
 
 def build(arguments, sizes=(20, 4, 2), *, is_builder=True, wait=lambda: None, seq_length=8):
@@ -39,7 +23,7 @@ def tokens(dataset):
 
 
 def test_splits_have_the_samples_asked_for_from_disjoint_documents(write_dataset, documents):
-    arguments = Arguments(data_path=write_dataset(documents), split="6,2,2", mmap_warmup=True)
+    arguments = DataArgs(data_path=write_dataset(documents), split="6,2,2", mmap_warmup=True)
     splits = build(arguments, (200, 50, 30))
     assert [len(s) for s in (splits.train, splits.valid, splits.test)] == [200, 50, 30]
     seen = [tokens(s) for s in (splits.train, splits.valid, splits.test)]
@@ -48,14 +32,14 @@ def test_splits_have_the_samples_asked_for_from_disjoint_documents(write_dataset
 
 
 def test_what_is_not_read_is_not_built(write_dataset, documents, tmp_path):
-    splits = build(Arguments(data_path=write_dataset(documents)), (20, 0, 0))
+    splits = build(DataArgs(data_path=write_dataset(documents)), (20, 0, 0))
     assert splits.valid is None
     assert splits.test is None
     assert len(list((tmp_path / "index-cache").iterdir())) == 1
 
 
 def test_a_small_data_set_leaves_out_what_it_cannot_fill(write_dataset, caplog):
-    splits = build(Arguments(data_path=write_dataset([[1, 2, 3]])))
+    splits = build(DataArgs(data_path=write_dataset([[1, 2, 3]])))
     assert len(splits.train) == 20
     assert splits.valid is None
     assert splits.test is None
@@ -63,7 +47,7 @@ def test_a_small_data_set_leaves_out_what_it_cannot_fill(write_dataset, caplog):
 
 
 def test_the_builder_builds_before_waiting_and_the_others_after(write_dataset, documents, monkeypatch):
-    arguments = Arguments(data_path=write_dataset(documents), split="6,2,2")
+    arguments = DataArgs(data_path=write_dataset(documents), split="6,2,2")
     events = []
     original = build_module.ensure_cached
     monkeypatch.setattr(build_module, "ensure_cached", lambda r: (events.append("build"), original(r)))
@@ -76,7 +60,7 @@ def test_the_builder_builds_before_waiting_and_the_others_after(write_dataset, d
 
 
 def test_a_failing_builder_still_meets_the_others(write_dataset, tmp_path):
-    arguments = Arguments(data_path=write_dataset([[1, 2], [3], [4]]))
+    arguments = DataArgs(data_path=write_dataset([[1, 2], [3], [4]]))
     raw = bytearray((tmp_path / "corpus.idx").read_bytes())
     raw[34] = 9
     (tmp_path / "corpus.idx").write_bytes(raw)
@@ -88,14 +72,14 @@ def test_a_failing_builder_still_meets_the_others(write_dataset, tmp_path):
 
 
 def test_longer_training_keeps_the_samples_before(write_dataset, documents):
-    arguments = Arguments(data_path=write_dataset(documents))
+    arguments = DataArgs(data_path=write_dataset(documents))
     short, long = build(arguments, (30, 0, 0)).train, build(arguments, (500, 0, 0)).train
     assert [s.tolist() for s in short] == [long[i].tolist() for i in range(30)]
 
 
 def test_separate_paths_are_blended_by_their_weights(write_dataset):
     paths = [write_dataset([[base] * 50] * 4, f"set{base}") for base in (1, 2, 3)]
-    arguments = Arguments(
+    arguments = DataArgs(
         train_data_paths=paths, train_data_weights=[3, 0, 1], valid_data_paths=paths[1:2], test_data_paths=paths[:2]
     )
     splits = build(arguments, (400, 10, 100))
@@ -107,7 +91,7 @@ def test_separate_paths_are_blended_by_their_weights(write_dataset):
 
 def test_weights_by_number_of_documents(write_dataset):
     paths = [write_dataset([[base] * 5] * n, f"set{base}") for base, n in ((1, 10), (2, 90))]
-    arguments = Arguments(train_data_paths=paths, weight_by_num_documents=True, weighted_sampler_alpha=0.5)
+    arguments = DataArgs(train_data_paths=paths, weight_by_num_documents=True, weighted_sampler_alpha=0.5)
     train = build(arguments, (400, 0, 0)).train
     assert np.bincount([sample[0] for sample in train]).tolist() == [0, 100, 300]
 
@@ -115,11 +99,11 @@ def test_weights_by_number_of_documents(write_dataset):
 def test_samples_in_epochs(write_dataset, documents):
     prefix = write_dataset(documents)
     num_tokens = sum(map(len, documents))
-    assert train_samples_in_epochs(Arguments(train_data_paths=[prefix] * 2), seq_length=8, num_epochs=3) == 2 * (
+    assert train_samples_in_epochs(DataArgs(train_data_paths=[prefix] * 2), seq_length=8, num_epochs=3) == 2 * (
         (3 * num_tokens - 1) // 8
     )
-    splits = build(Arguments(data_path=prefix, split="1,1,0"), (1, 0, 0))
-    some = Arguments(data_path=prefix, split="1,1,0")
+    splits = build(DataArgs(data_path=prefix, split="1,1,0"), (1, 0, 0))
+    some = DataArgs(data_path=prefix, split="1,1,0")
     assert (
         train_samples_in_epochs(some, seq_length=8, num_epochs=2)
         == (2 * sum(map(len, documents[: splits.train.request.last_document])) - 1) // 8
@@ -153,4 +137,4 @@ def test_what_cannot_be_used_is_refused(write_dataset, tmp_path, arguments, erro
         return value.format(**places) if isinstance(value, str) else value
 
     with pytest.raises(error, match=message):
-        build(Arguments(**{name: place(value) for name, value in arguments.items()}))
+        build(DataArgs(**{name: place(value) for name, value in arguments.items()}))

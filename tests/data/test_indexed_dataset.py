@@ -102,6 +102,7 @@ def test_the_top_id_of_any_vocabulary_survives(core, write_dataset, vocab_size):
     assert IndexedDataset(prefix)[0].tolist() == [vocab_size - 1, 0]
     theirs = core.IndexedDataset(prefix)  # kept: its end unmaps the views it gave out
     assert theirs[0].tolist() == [vocab_size - 1, 0]
+    assert dtype_for_vocab(vocab_size).itemsize == (2 if vocab_size <= 65536 else 4)
     if not 65500 <= vocab_size <= 65536:  # where megatron-core is generous with width
         assert dtype_for_vocab(vocab_size) == core.DType.optimal_dtype(vocab_size)
 

@@ -1,5 +1,9 @@
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,7 +90,7 @@ def test_labels_are_the_next_tokens_and_all_count():
 
 
 def test_the_prediction_after_an_end_of_document_may_be_left_out():
-    batch = Collate(masked_input_token=0)([np.array([5, 0, 7, 0]), np.array([0, 0, 3, 4])])
+    batch = Collate(masked_input_token=0)(np.array([[5, 0, 7, 0], [0, 0, 3, 4]]))
     assert batch.loss_mask_BS.tolist() == [[1, 0, 1], [0, 0, 1]]
 
 
@@ -119,21 +123,67 @@ def test_the_global_random_state_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_workers_outlive_the_signals_that_end_a_job():
+def signal_from_elsewhere(number, pid):
+    """As a scheduler does it, from a process that is not the worker's parent."""
+    subprocess.run([sys.executable, "-c", f"import os; os.kill({pid}, {int(number)})"], check=True)
+
+
+def test_workers_outlive_the_signals_that_end_a_job_and_end_with_the_training_process():
     old = signal.signal(signal.SIGTERM, lambda *_: None)  # a handler of the training process that workers inherit
     try:
         running = loader(400, num_workers=1)
         batches = iter(running)
         next(batches)
         (worker,) = running._loader._iterator._workers
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             os.kill(worker.pid, number)
+        signal_from_elsewhere(signal.SIGTERM, worker.pid)
         assert [samples(batch) for batch in batches] == [[i, i + 1] for i in range(2, 400, 2)]
         assert worker.is_alive()
-        running._loader._iterator._shutdown_workers()
+        worker.terminate()
+        worker.join(timeout=30)
         assert worker.exitcode == 0
     finally:
         signal.signal(signal.SIGTERM, old)
+
+
+INTERRUPTED = """
+import sys
+from megatron.data.loader import MicroBatchLoader, MicroBatchOrder
+from megatron.data.micro_batch import Collate
+from megatron.data.synthetic import SyntheticDataset
+
+dataset = SyntheticDataset(num_samples=10**6, seq_length=64, vocab_size=100, seed=1)
+order = MicroBatchOrder(10**6, 0, 4, 0, 1)
+try:
+    for number, _ in enumerate(MicroBatchLoader(dataset, order, collate=Collate(), num_workers=2)):
+        if number == 5:
+            print("running", flush=True)
+except KeyboardInterrupt:
+    sys.exit(3)
+"""
+
+
+def test_ctrl_c_ends_a_run_with_workers_at_once_and_quietly():
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
+    assert run.stdout.readline() == "running\n"
+    os.killpg(run.pid, signal.SIGINT)
+    try:
+        # The pipes close when the last worker is gone.
+        _, errors = run.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 3
+    assert errors == ""
 
 
 def test_synthetic_samples_depend_on_seed_and_number_only():

@@ -58,6 +58,11 @@ def test_torchrun_with_one_process_meets_where_torchrun_listens():
     assert (rank_info(one).master_addr, rank_info(one).master_port) == ("node0", 29501)
 
 
+def test_one_rank_set_by_hand_needs_no_meeting_point():
+    rank = rank_info({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    assert (rank.master_addr, is_free(rank.master_port)) == ("127.0.0.1", True)
+
+
 def test_srun_meets_at_the_first_host_of_the_step():
     rank = rank_info(SRUN)
     assert rank == RankInfo(4, 5, 0, 1, "gpu008", rank.master_port, "Slurm")

@@ -77,6 +77,11 @@ def test_a_message_of_one_worker_is_not_lost(runs):
     assert runs["wait,data"].err == "error: the tape is torn\n"
 
 
+@pytest.mark.parametrize("behaviour", ["wait,kill", "done,kill"])
+def test_a_death_without_a_word_is_named(runs, behaviour):
+    assert runs[behaviour].err == "error: a worker was ended by SIGKILL\n"
+
+
 def test_a_fault_keeps_its_traceback(runs):
     assert "Traceback" in runs["raise,wait"].err and "RuntimeError: a fault" in runs["raise,wait"].err
 

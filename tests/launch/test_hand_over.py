@@ -61,7 +61,7 @@ def test_secrets_are_refused_by_name_and_not_shown(flat):
 
 
 def test_names_that_only_sound_like_secrets_pass():
-    names = ["maximum_tokens", "tokenizer_type", "num_attention_heads", "query_key_layer_scaling", "monkey"]
+    names = ["maximum_tokens", "tokenizer_type", "num_attention_heads", "query_key_layer_scaling", "untoken"]
     assert handed_over(dict.fromkeys(names, 1)) == dict.fromkeys(names, 1)
 
 

@@ -15,7 +15,7 @@ from tests.launch.runs import DEEPY, WORKER, lives, ready, start
 @pytest.fixture
 def begin(config):
     """Start a run and return it with its workers, once both are up. What is left of it ends with the test."""
-    started = []
+    started, of_workers = [], []
 
     def begin(behaviour):
         process = start(
@@ -23,17 +23,29 @@ def begin(config):
         )
         started.append(process)
         workers = ready([process.stdout.readline(), process.stdout.readline()])
+        of_workers.extend(worker["pid"] for worker in workers)
         return process, [worker["pid"] for worker in workers]
 
     yield begin
     for process in started:
         process.kill()
-        process.communicate()
+    for worker in filter(lives, of_workers):
+        os.kill(worker, signal.SIGKILL)
+    for process in started:
+        process.communicate(timeout=60)
 
 
 def hear(process, text):
     """Wait until both workers have said `text`."""
     assert [process.stdout.readline() for _ in range(2)] == [text] * 2
+
+
+def test_sigterm_reaches_each_worker_too(begin):
+    process, workers = begin("listen,listen")
+    process.terminate()
+    hear(process, "heard SIGTERM\n")
+    assert process.wait(timeout=60) == 75
+    assert not any(map(lives, workers))
 
 
 def test_ctrl_c_reaches_each_worker_once_and_a_saved_run_ends_with_75(begin):
@@ -62,6 +74,13 @@ def test_workers_do_not_outlive_a_deepy_that_is_killed(begin):
     process.kill()
     process.wait(timeout=60)
     psutil.wait_procs(watched, timeout=60)
+    assert not any(map(lives, workers))
+
+
+def test_workers_do_not_outlive_a_launcher_that_is_killed(begin):
+    process, workers = begin("wait,wait")
+    os.kill(psutil.Process(workers[0]).ppid(), signal.SIGKILL)
+    assert process.wait(timeout=60) == 137
     assert not any(map(lives, workers))
 
 

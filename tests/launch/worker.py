@@ -43,13 +43,13 @@ def behave(word):
 def main():
     args, rank = arguments_from_command_line(sys.argv[1:], __doc__)
     word = os.environ["BEHAVIOUR"].split(",")[rank.rank]
-    signals = wait_for_signal(signal.SIGINT)
+    signals = wait_for_signal(signal.SIGTERM if word == "listen" else signal.SIGINT)
     next(signals)
     said = {"rank": rank.rank, "size": rank.world_size, "pid": os.getpid(), "port": rank.master_port}
     said |= {"path": args.data.data_path, "threads": os.environ["OMP_NUM_THREADS"], "source": rank.source}
     with failures_recorded(args.monitor.log_dir, rank.rank):
         say(f"ready {said!r}")
-        if word == "save":
+        if word in ("save", "listen"):
             next(signals)
             return 75
         if word == "stubborn":

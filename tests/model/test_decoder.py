@@ -7,6 +7,7 @@ from megatron.errors import ConfigError
 from megatron.model.attention import SelfAttention
 from megatron.model.decoder import Decoder
 from megatron.model.loss import lm_loss
+from megatron.neox_arguments.section import DERIVED
 from tests.model.small import decoder, model_args, specs, tokens
 
 TIED = {"no_weight_tying": False}
@@ -188,7 +189,7 @@ def test_tables_stay_fp32_and_out_of_the_state_dict(pos_emb):
 
 def test_unknown_vocabulary_is_refused():
     with pytest.raises(ConfigError, match="padded_vocab_size"):
-        decoder(model_args(padded_vocab_size=None))
+        decoder(model_args().model_copy(update={"padded_vocab_size": DERIVED}))
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "learned", "sinusoidal", "alibi", "none"])
