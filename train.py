@@ -3,16 +3,18 @@
 import sys
 
 from megatron.launch.command_line import arguments_from_command_line
+from megatron.launch.exit_record import failures_recorded
 from megatron.launch.exit_status import run_worker
 
 
 def main() -> int:
     """Train, and return the exit status."""
     args, rank = arguments_from_command_line(sys.argv[1:], __doc__)
-    # Imported when the arguments are known to be good: torch takes seconds.
-    from megatron.training.run import train_run
+    with failures_recorded(args.monitor.log_dir, rank.rank):
+        # Imported when the arguments are known to be good: torch takes seconds.
+        from megatron.training.run import train_run
 
-    return train_run(args, rank)
+        return train_run(args, rank)
 
 
 if __name__ == "__main__":

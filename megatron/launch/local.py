@@ -3,96 +3,119 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
-from megatron.launch.environment import free_port
+import psutil
+
+from megatron.errors import EXIT_OK, EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
+from megatron.launch.devices import LocalDevices, local_devices
+from megatron.launch.environment import LOOPBACK
+from megatron.launch.exit_record import reason_for
 from megatron.launch.exit_status import STATUS_FOLDER_VARIABLE, status_of_run
+from megatron.launch.ports import free_port, is_free
+from megatron.launch.supervise import supervise
 from megatron.neox_arguments.launch import LaunchArgs
 
-
-def num_local_workers(launch: LaunchArgs) -> int:
-    """Return `num_gpus`, or the number of NVIDIA devices of this host, or 1. Asks no library: torch takes a second."""
-    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
-    return launch.num_gpus or len(devices) or 1
+_LAUNCHER = "deepspeed.launcher.launch"
 
 
-def local_command(script: str, worker_arguments: Sequence[str], num_workers: int, launch: LaunchArgs) -> list[str]:
-    """Return the command that starts `num_workers` processes of `script` on this host."""
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(num_workers))}).encode()).decode()
+def num_local_workers(launch: LaunchArgs, devices: LocalDevices | None = None) -> int:
+    """Return `num_gpus`, or the number of devices the run may use, or 1.
+
+    Raises ConfigError when `num_gpus` is more than the devices of a host that has some.
+    """
+    devices = devices or local_devices()
+    if launch.num_gpus and devices.num_usable and launch.num_gpus > devices.num_usable and not _on_cpu():
+        limit = "" if devices.visible is None else f" (CUDA_VISIBLE_DEVICES is {','.join(devices.visible)})"
+        raise ConfigError(f"num_gpus is {launch.num_gpus}, but this host has {devices.num_usable} to use{limit}")
+    return launch.num_gpus or devices.num_usable or 1
+
+
+def local_command(script: str, worker_arguments: Sequence[str], slots: Sequence[int], launch: LaunchArgs) -> list[str]:
+    """Return the command that starts a process of `script` on this host for each of `slots`, devices by number.
+
+    Raises ConfigError when `master_port` is set to one that is in use.
+    """
+    if launch.master_port is not None and not is_free(launch.master_port):
+        raise ConfigError(
+            f"master_port {launch.master_port} is in use on this host: set another, or none for a free one"
+        )
+    world = {"localhost": local_devices().names(slots)}
     return [
         sys.executable,
         "-m",
-        "deepspeed.launcher.launch",
-        f"--world_info={world}",
+        _LAUNCHER,
+        f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}",
         "--node_rank=0",
-        f"--master_addr={launch.master_addr or '127.0.0.1'}",
+        f"--master_addr={launch.master_addr or LOOPBACK}",
         f"--master_port={launch.master_port or free_port()}",
-        "--log_level=critical",  # it would print the whole configuration of each worker
+        "--log_level=critical",  # it would print the configuration once a worker, and again when one fails
         script,
         *worker_arguments,
     ]
 
 
-def run_local(command: Sequence[str], num_workers: int) -> int:
-    """Run a launcher and return the status of the run, whatever status the launcher itself has.
+def run_local(command: Sequence[str], script: str, num_workers: int) -> int:
+    """Run a launcher of `num_workers` processes of `script` and return the status of the run.
 
-    SIGINT and SIGTERM ask the workers to save and end: they are passed on to each worker, since the launcher would kill
-    them, and the launcher ends when they have.
+    SIGINT, SIGTERM and SIGUSR2 ask the workers to save and end.
     """
-    with tempfile.TemporaryDirectory(prefix="neox-") as folder:
-        environment = {
-            **os.environ,
-            STATUS_FOLDER_VARIABLE: folder,
-            # For DeepSpeed's launcher, which computes nothing but looks for an accelerator; workers set their own.
-            "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers))),
-        }
-        # In a session of its own, a Ctrl-C at the terminal reaches deepy alone, which passes it on in its own way.
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        previous = {
-            number: signal.signal(number, _passing_on_to_workers_of(process))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-        }
+    with tempfile.TemporaryDirectory(prefix="neox-") as name:
+        folder = Path(name)
+
+        def find_workers(launcher: int) -> list[int] | None:
+            workers = _workers(launcher, script)
+            all_started = len(workers) == num_workers or any(folder.glob("status_*"))
+            return workers if all_started else None
+
+        environment = worker_environment(num_workers) | {STATUS_FOLDER_VARIABLE: name}
+        ended = supervise(command, environment, find_workers)
+        status = status_of_run(folder, num_workers, ended.status, ended.received)
+        is_silent = len(list(folder.glob("status_*"))) < num_workers and ended.received is None
+        if is_silent and status not in (EXIT_OK, EXIT_USER_ERROR, EXIT_RUN_AGAIN):
+            sys.stderr.write(f"error: {reason_for(status)}\n")  # who is killed says nothing
+        return status
+
+
+def worker_environment(num_workers: int) -> dict[str, str]:
+    """Return this process's environment with what it leaves open set for `num_workers` processes on this host."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_workers)))
+    if not local_devices().any_accelerator:
+        environment.setdefault("DS_ACCELERATOR", "cpu")  # spares a search, and a warning from each process
+    return environment
+
+
+def threads_per_process(num_local_processes: int) -> int:
+    """Return the share of this host's usable cores that each of its processes has, at least 1."""
+    try:
+        num_cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        num_cores = os.cpu_count() or 1
+    return max(1, num_cores // num_local_processes)
+
+
+def _on_cpu() -> bool:
+    return os.environ.get("DS_ACCELERATOR") == "cpu"
+
+
+def _workers(launcher: int, script: str) -> list[int]:
+    """The launcher's children that run `script`; it starts other programs too while it looks at the host."""
+    found: list[int] = []
+    try:
+        children = psutil.Process(launcher).children()
+    except psutil.NoSuchProcess:
+        return found
+    for child in children:
         try:
-            launcher_status = process.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            _end_session(process)
-        return status_of_run(Path(folder), num_workers, launcher_status)
-
-
-def _passing_on_to_workers_of(process: subprocess.Popen) -> signal.Handlers | None:
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for worker in _children(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, number)
-
-    return pass_on  # type: ignore[return-value]
-
-
-def _children(parent: int) -> list[int]:
-    """Process ids of the children of `parent`."""
-    try:
-        text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    except OSError:
-        listed = subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True, check=False)
-        text = listed.stdout
-    return [int(child) for child in text.split()]
-
-
-def _end_session(process: subprocess.Popen) -> None:
-    """Leave no orphan behind: what still lives of the launcher's session is ended."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
+            command = child.cmdline()
+        except psutil.Error:
+            continue
+        if script in command and _LAUNCHER not in command:
+            found.append(child.pid)
+    return found

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron.errors import EXIT_OK, EXIT_RUN_AGAIN
 from megatron.launch.environment import RankInfo
-from megatron.launch.exit_status import ExitRecord, leave_status, write_exit_record
+from megatron.launch.exit_record import ExitRecord, write_exit_record
+from megatron.launch.exit_status import leave_status
 from megatron.monitor.log import setup_logging
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.join_ranks import join_ranks
