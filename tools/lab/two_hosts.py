@@ -195,7 +195,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds a step")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
     figure.tight_layout()
     figure.savefig(path)
 
