@@ -137,14 +137,13 @@ def _derived(
     sections["training"] = derive.derive_training(sections["training"], sections["parallelism"].data_parallel_size)
     sections["optimizer"] = derive.derive_optimizer(sections["optimizer"], sections["training"].train_iters)
     derive.check_checkpoint(sections["checkpoint"])
-    args = NeoXArgs(
+    check_supported(sections["parallelism"], sections["optimizer"])
+    return NeoXArgs(
         **sections,
         flat={key: setting.value for key, setting in settings.items()},
         origins={key: setting.origin for key, setting in settings.items()},
         notices=tuple(notices),
     )
-    check_supported(args)
-    return args
 
 
 def _problem_of_foreign_key(key: str, setting: Setting) -> list[str]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron.errors import ConfigError
+from megatron.neox_arguments.optimizer import OptimizerArgs
+from megatron.neox_arguments.parallelism import ParallelismArgs
 
-if TYPE_CHECKING:
-    from megatron.neox_arguments.arguments import NeoXArgs
 
-
-def check_supported(args: NeoXArgs) -> None:
+def check_supported(parallelism: ParallelismArgs, optimizer: OptimizerArgs) -> None:
     """Raise ConfigError naming each setting that has its place here but no implementation yet."""
-    parallelism, optimizer = args.parallelism, args.optimizer
     problems = [
         f"{key}: {value} is not supported here yet, only {supported}"
         for key, value, supported in (
