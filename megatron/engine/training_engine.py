@@ -64,7 +64,7 @@ class TrainingEngine:
         self._reducer.begin_step()
         try:
             loss = self._run_micro_batches(micro_batches)
-        except BaseException:
+        except Exception:  # an interrupt ends the process: waiting for other ranks would only delay it
             self._reducer.abort()
             raise
         assert self._outcome is not None, "DeepSpeed made no optimizer step at the boundary"
