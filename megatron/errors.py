@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_OK = 0
+EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_RUN_AGAIN = 75
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -28,6 +29,12 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """An input that cannot be used: missing file, corrupted index, tokenizer that does not fit the data."""
+
+
+class DivergenceError(UserError):
+    """Training that went wrong in its numbers: a gradient that is not finite. Not a bad input, so not its status."""
+
+    exit_status = EXIT_FAULT
 
 
 class CheckpointError(UserError):

@@ -61,7 +61,7 @@ def find_checkpoint(root: Path, iteration: int | None = None) -> CheckpointReade
     """
     directory = catalog.find_latest(root) if iteration is None else catalog.step_directory(root, iteration)
     if directory is None:
-        logger.warning("no checkpoint under %s: starting from scratch", root)
+        logger.info("no checkpoint under %s", root)
         return None
     try:
         return open_checkpoint(directory)

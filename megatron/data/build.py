@@ -188,6 +188,8 @@ def _request(source: _Source, num_samples: int, seq_length: int, seed: int) -> I
     epochs = num_samples * seq_length / num_tokens
     documents = f"'{source.dataset.prefix}' documents {source.first_document} to {source.last_document - 1}"
     logger.info("%s: %d samples in %.2f epochs of %d tokens", documents, num_samples, epochs, num_tokens)
+    if num_tokens <= seq_length:
+        logger.warning("%s: %d tokens do not fill one sample of %d", documents, num_tokens, seq_length + 1)
     return IndexRequest(source.dataset, source.first_document, source.last_document, seq_length, num_epochs, seed)
 
 

@@ -17,6 +17,7 @@ import torch
 from megatron.data_parallel.exposure import BucketTimes, clock_for
 from megatron.data_parallel.grad_bucket import GradBucket, ReductionArithmetic
 from megatron.data_parallel.partition import ReductionPlan
+from megatron.errors import DivergenceError
 
 _log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class GradReducer:
         names = bucket.nonfinite()
         if names:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            raise FloatingPointError(
+            raise DivergenceError(
                 f"rank {rank}: the gradient of {', '.join(names)} in bucket {bucket.plan.index} is not finite, found "
                 "before it was reduced (check_for_nan_in_grad)"
             )

@@ -11,18 +11,21 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
-from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
+from megatron.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from megatron.launch.environment import started_by_one_launcher
 
 # Names the folder in which workers leave their statuses; set by deepy.
 STATUS_FOLDER_VARIABLE = "NEOX_STATUS_FOLDER"
-FAULT = 1
+FAULT = EXIT_FAULT
+# How long a worker whose collective failed waits for another one to say why it left.
+_EXPLANATION_S = 2.0
 
 
 def run_worker(main: Callable[[], int]) -> NoReturn:
@@ -39,6 +42,9 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
         _say_once("interrupted")
+    except RuntimeError:
+        if not _another_worker_explains():
+            raise
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else EXIT_OK if ended.code is None else FAULT
         raise
@@ -87,6 +93,20 @@ def leave_status(status: int) -> None:
         unfinished = path.with_name(f".{path.name}")
         unfinished.write_text(str(status))
         unfinished.replace(path)
+
+
+def _another_worker_explains() -> bool:
+    """Whether another worker of this deepy run says why it ended.
+
+    A collective fails when a rank has gone, a moment before that rank's message is out; only the message is of use.
+    """
+    folder = _status_folder()
+    give_up_s = time.monotonic() + _EXPLANATION_S
+    while folder is not None and time.monotonic() < give_up_s:
+        if any(folder.glob("said_*")):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _status_folder() -> Path | None:

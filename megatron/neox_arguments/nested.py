@@ -14,6 +14,9 @@ from megatron.neox_arguments.yaml_files import Setting
 
 _SECOND_NAMES = {"batch_size": "train_micro_batch_size_per_gpu", "clip_grad": "gradient_clipping"}
 _OPTIMIZER_TYPES = {"adam": "adam", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
+_UNSUPPORTED_OPTIMIZERS = frozenset(
+    {"onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "zerooneadam", "onebitlamb", "lamb", "muon"}
+)
 _OPTIMIZER_PARAMS = {
     "adam": ("lr", "betas", "eps", "weight_decay"),
     "adamw": ("lr", "betas", "eps", "weight_decay"),
@@ -102,6 +105,10 @@ def _refuse_unknown(key: str, values: Mapping[str, Any], known: frozenset[str] |
 
 def _optimizer_name(setting: Setting) -> str:
     name = _OPTIMIZER_TYPES.get(str(setting.value).lower())
+    if name is None and str(setting.value).lower() not in _UNSUPPORTED_OPTIMIZERS:
+        raise ConfigError(
+            f"unknown optimizer {setting.value!r} ({setting.origin}); there are Adam, AdamW, SGD and Lion"
+        )
     if name is None:
         raise ConfigError(
             f"optimizer {setting.value!r} ({setting.origin}) is not supported here yet, only Adam, AdamW, SGD, Lion"

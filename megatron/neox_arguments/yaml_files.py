@@ -60,7 +60,7 @@ def parse_value(text: str) -> Any:
 
 
 def _locate(path: str | Path, conf_dir: str | Path | None) -> Path:
-    candidates = [Path(path), Path(f"{path}.yml")]
+    candidates = [Path(path)] if Path(path).suffix in (".yml", ".yaml") else [Path(path), Path(f"{path}.yml")]
     if conf_dir is not None:
         candidates = [Path(conf_dir) / candidate for candidate in candidates] + candidates
     for candidate in candidates:

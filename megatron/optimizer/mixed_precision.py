@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.data_parallel.grad_reducer import GradReducer
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DivergenceError
 from megatron.optimizer.global_norm import clip_factor, global_norm
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.loss_scale import LossScale
@@ -159,7 +159,7 @@ class MixedPrecisionOptimizer:
     def settle(self) -> None:
         """Learn on the host what became of the last step, and move counters and loss scale accordingly.
 
-        Raises FloatingPointError when the gradients have not been finite for MAX_SKIPPED_IN_A_ROW steps.
+        Raises DivergenceError when the gradients have not been finite for MAX_SKIPPED_IN_A_ROW steps.
         """
         if self._unsettled is None:
             return
@@ -172,9 +172,10 @@ class MixedPrecisionOptimizer:
         self._num_skipped += 1
         self._skipped_in_a_row += 1
         scale = "" if self._loss_scale is None else f", loss scale now {self._loss_scale.value:g}"
-        _log.warning("gradients were not finite: update skipped, %d so far%s", self._num_skipped, scale)
+        # On every rank alike, so rank 0, the only one to show this level, speaks for all.
+        _log.info("gradients were not finite: update skipped, %d so far%s", self._num_skipped, scale)
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW and not scale_moved:
-            raise FloatingPointError(
+            raise DivergenceError(
                 f"gradients have not been finite for {self._skipped_in_a_row} steps in a row{scale}: training has "
                 "diverged"
             )

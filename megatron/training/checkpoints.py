@@ -87,6 +87,7 @@ class Checkpoints:
             iteration=self.args.iteration,
         )
         if loaded is None:
+            _log.info("starting from scratch")
             return TrainState(), None
         run_state = loaded.run_state
         if not loaded.optimizer_restored:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.errors import ConfigError
 from megatron.launch.environment import RankInfo
 from megatron.neox_arguments.parallelism import ParallelismArgs
 
@@ -18,6 +19,7 @@ def join_ranks(parallelism: ParallelismArgs, rank: RankInfo) -> torch.device:
     """Initialise the default process group and return this rank's device.
 
     Collective over the world. A collective that takes longer than `distributed_timeout_seconds` fails on every rank.
+    Raises ConfigError when the ranks cannot meet.
     """
     device = _device(rank)
     # DeepSpeed reads these again; under srun or mpirun nobody has set them.
@@ -28,11 +30,18 @@ def join_ranks(parallelism: ParallelismArgs, rank: RankInfo) -> torch.device:
         MASTER_ADDR=rank.master_addr,
         MASTER_PORT=str(rank.master_port),
     )
-    dist.init_process_group(
-        backend=parallelism.distributed_backend or dist.get_default_backend_for_device(device),
-        timeout=timedelta(seconds=parallelism.distributed_timeout_seconds),
-        device_id=None if device.type == "cpu" else device,
-    )
+    try:
+        dist.init_process_group(
+            backend=parallelism.distributed_backend or dist.get_default_backend_for_device(device),
+            timeout=timedelta(seconds=parallelism.distributed_timeout_seconds),
+            device_id=None if device.type == "cpu" else device,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"rank {rank.rank} of {rank.world_size} could not meet the others at {rank.master_addr}, master_port "
+            f"{rank.master_port}: {reason}"
+        ) from error
     return device
 
 

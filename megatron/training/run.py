@@ -14,6 +14,7 @@ from megatron.launch.exit_record import ExitRecord, write_exit_record
 from megatron.launch.exit_status import leave_status
 from megatron.monitor.log import setup_logging
 from megatron.neox_arguments import NeoXArgs
+from megatron.training.directories import check_writable
 from megatron.training.join_ranks import join_ranks
 from megatron.training.setup import Run, set_up
 from megatron.training.signals import StopSignals
@@ -28,6 +29,13 @@ def train_run(args: NeoXArgs, rank: RankInfo) -> int:
     Collective over all ranks of the run.
     """
     log_dir = None if args.monitor.log_dir is None else Path(args.monitor.log_dir)
+    check_writable(
+        {
+            "log_dir": args.monitor.log_dir,
+            "save": args.checkpoint.save,
+            "tensorboard_dir": args.monitor.tensorboard_dir,
+        }
+    )
     setup_logging(rank.rank, log_dir=log_dir)
     for notice in args.notices:
         _log.info("%s", notice)

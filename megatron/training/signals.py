@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from types import FrameType, TracebackType
+
+_log = logging.getLogger(__name__)
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
@@ -39,3 +42,4 @@ class StopSignals:
         if number == signal.SIGINT and self.received is signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        _log.info("received %s: stopping after the step under way", self.received.name)

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron.data_parallel.exposure import summarise
 from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.errors import DivergenceError
 from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy import Options, ToyModel, Trainer, assert_same_bits, loss_of, tokens_of, train
@@ -162,7 +163,7 @@ def _nan(rank):
         trainer.model.norm.bias.register_hook(lambda grad: grad * float("nan"))
     try:
         trainer.step(1)
-    except FloatingPointError as error:
+    except DivergenceError as error:
         trainer.reducer.abort()
         return str(error)
     return "no error"

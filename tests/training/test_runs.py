@@ -89,3 +89,23 @@ def test_an_interrupt_saves_ends_with_75_and_is_resumed(prefix, straight, tmp_pa
     assert record["code"] == 75 and record["signal"] == "SIGINT"
     assert (tmp_path / "checkpoints" / f"global_step{record['iteration']}").is_dir()
     assert "Traceback" not in rest
+
+
+def test_an_error_of_one_rank_is_the_only_thing_said(prefix, tmp_path):
+    broken = tmp_path / "broken"
+    data = bytearray(prefix.with_suffix(".bin").read_bytes())
+    # Ids past the vocabulary in the documents of one rank: the other rank only loses its peer.
+    data[: len(data) // 3] = b"\xff" * (len(data) // 3)
+    broken.with_suffix(".bin").write_bytes(data)
+    broken.with_suffix(".idx").write_bytes(prefix.with_suffix(".idx").read_bytes())
+    printed = TinyRun(broken, tmp_path, {"overlap_grad_reduce": True}).train(status=2)
+    errors = [line for line in printed.splitlines() if "INFO" not in line]
+    assert len([line for line in errors if line.startswith("error: token id 65535")]) >= 1
+    assert "Traceback" not in printed
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_its_name_and_status_1(prefix, tmp_path):
+    settings = {"precision": "fp16", "fp16": {"enabled": True, "loss_scale": 1e12}, "check_for_nan_in_grad": True}
+    printed = TinyRun(prefix, tmp_path, settings).train(status=1)
+    assert "is not finite, found before it was reduced" in printed
+    assert "Traceback" not in printed
