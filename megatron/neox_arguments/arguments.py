@@ -26,6 +26,7 @@ from megatron.neox_arguments.supported import check_supported
 from megatron.neox_arguments.text_generation import TextGenerationArgs
 from megatron.neox_arguments.training import TrainingArgs
 from megatron.neox_arguments.yaml_files import Setting, read_files
+from megatron.neox_arguments.yaml_values import same_value, shown
 
 
 class NeoXArgs(BaseModel):
@@ -150,25 +151,21 @@ def _problem_of_foreign_key(key: str, setting: Setting) -> list[str]:
     """A key that is not ours: known to NeoX and left at its default, known and refused, or unknown."""
     if key in PARTLY_SUPPORTED:
         return [
-            f"{key}: {setting.value!r} ({setting.origin}): known NeoX argument, this value is not supported here yet"
+            f"{key}: {shown(setting.value)} ({setting.origin}): known NeoX argument, this value is not supported here "
+            "yet"
         ]
     known = UNSUPPORTED.get(key)
     if known is not None:
-        if setting.value is None or _same(setting.value, known.default):
+        if setting.value is None or same_value(setting.value, known.default):
             return []
         return [
-            f"{key}: {setting.value!r} ({setting.origin}): known NeoX argument, not supported here yet; only "
+            f"{key}: {shown(setting.value)} ({setting.origin}): known NeoX argument, not supported here yet; only "
             f"{known.default!r} is accepted ({known.reason})"
         ]
     names = [*_SECTION_OF, *UNSUPPORTED, *HINTS, *PARTLY_SUPPORTED, "optimizer", "zero_optimization", "fp16", "bf16"]
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return [f"unknown key {key} ({setting.origin}){hint}"]
-
-
-def _same(value: Any, default: Any) -> bool:
-    """Whether a value is the default, and not merely equal to it as 1 is to true."""
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def _problems_of_section(error: ValidationError, flat: Mapping[str, Setting]) -> list[str]:
@@ -180,9 +177,10 @@ def _problems_of_section(error: ValidationError, flat: Mapping[str, Setting]) ->
             problems.append(f"{key} is not set, and has no default")
             continue
         origin = flat[key].origin if key in flat else "default"
-        problems.append(f"{'.'.join(path)}: {detail['input']!r} ({origin}): {_lower_first(detail['msg'])}")
+        problems.append(f"{'.'.join(path)}: {shown(detail['input'])} ({origin}): {_reason(detail['msg'])}")
     return problems
 
 
-def _lower_first(text: str) -> str:
+def _reason(message: str) -> str:
+    text = message.removeprefix("Value error, ")
     return text[:1].lower() + text[1:]

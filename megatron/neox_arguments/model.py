@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatron.neox_arguments.section import DERIVED, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
@@ -42,8 +44,8 @@ class ModelArgs(Section):
     intermediate_size: PositiveInt | None = None
     """Width of the MLP; with a gated activation and `mlp_multiple_of` three times the width before it is rounded up.
     Unset: `expansion_factor` x `hidden_size`, with a gated activation two thirds of it."""
-    expansion_factor: PositiveFloat | None = None
-    """Width of the MLP as a multiple of `hidden_size`, if `intermediate_size` is unset. Unset: 4."""
+    expansion_factor: Annotated[float, Field(gt=0.0, le=1024.0)] | None = None
+    """Width of the MLP as a multiple of `hidden_size`, if `intermediate_size` is unset; at most 1024. Unset: 4."""
     mlp_multiple_of: PositiveInt = 1
     """With a gated activation, the width of the MLP is rounded up to a multiple of this."""
     ffn_hidden_size: PositiveInt = DERIVED

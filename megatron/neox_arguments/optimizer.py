@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron.neox_arguments.section import (
     DERIVED,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
     Section,
+    whole_number,
 )
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -52,8 +52,8 @@ class OptimizerArgs(Section):
     """Dtype of parameters and activations. Master weights, gradients in accumulation and optimizer state are fp32."""
     loss_scale: NonNegativeFloat | None = None
     """fp16 only: a constant loss scale. Unset or 0: a dynamic one."""
-    initial_scale_power: NonNegativeInt = 16
-    """The dynamic loss scale starts at 2 to this power."""
+    initial_scale_power: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=127)] = 16
+    """The dynamic loss scale starts at 2 to this power; fp32 holds no more than 2 to the 127."""
     loss_scale_window: PositiveInt = 1000
     """Steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: PositiveInt = 2

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatron.errors import ConfigError
+from megatron.neox_arguments.yaml_values import same_value, shown
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,21 @@ class _Loader(yaml.SafeLoader):
     """YAML as NeoX users write it: `6e-4` is a number, and JSON with comments and trailing commas is fine."""
 
 
+_INT, _TIMESTAMP = "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp"
+# YAML 1.1 reads 1:30 as 90, 010 as 8 and 2026-01-01 as a date. No argument is any of these: they stay text, as in
+# YAML 1.2, and are refused by name where a number is wanted.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _TIMESTAMP)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+# What PyYAML raises for text that is no value: `!!int x`, an alias inside of itself, ten thousand `[`.
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def read_files(paths: Sequence[str | Path], conf_dir: str | Path | None = None) -> dict[str, Setting]:
@@ -42,10 +53,10 @@ def read_files(paths: Sequence[str | Path], conf_dir: str | Path | None = None) 
     for path in paths:
         for key, setting in _read_file(_locate(path, conf_dir)):
             earlier = settings.get(key)
-            if earlier is not None and earlier.value != setting.value:
+            if earlier is not None and not same_value(earlier.value, setting.value):
                 raise ConfigError(
-                    f"{key} is set twice: to {earlier.value!r} in {earlier.origin} and to {setting.value!r} in "
-                    f"{setting.origin}"
+                    f"{key} is set twice: to {shown(earlier.value)} in {earlier.origin} and to "
+                    f"{shown(setting.value)} in {setting.origin}"
                 )
             settings.setdefault(key, setting)
     return settings
@@ -55,7 +66,7 @@ def parse_value(text: str) -> Any:
     """Read one YAML value, as on the right of `--set key=`."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"'{text}' is not a YAML value: {_one_line(error)}") from error
 
 
@@ -74,7 +85,7 @@ def _read_file(path: Path) -> list[tuple[str, Setting]]:
         text = path.read_text(encoding="utf-8")
         loader = _Loader(text)
         node = loader.get_single_node()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {_one_line(error)}") from error
     if node is None:
         return []
@@ -93,10 +104,10 @@ def _read_file(path: Path) -> list[tuple[str, Setting]]:
 
 
 def _construct(path: Path, loader: _Loader, node: yaml.Node) -> Any:
-    _refuse_repeated_keys(path, loader, node)
     try:
+        _refuse_repeated_keys(path, loader, node)
         return loader.construct_object(node, deep=True)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path}:{node.start_mark.line + 1} has a value that cannot be read: {error}") from error
 
 
@@ -116,7 +127,7 @@ def _refuse_repeated_keys(path: Path, loader: _Loader, node: yaml.Node) -> None:
         return
     lines: dict[str, tuple[int, str]] = {}
     for key, value in node.value:
-        name, content = str(key.value), yaml.serialize(value)
+        name, content = str(key.value).replace("-", "_"), yaml.serialize(value)
         line = key.start_mark.line + 1
         if name in lines and lines[name][1] != content:
             raise ConfigError(f"{name} is set twice to different values: in {path}:{lines[name][0]} and {path}:{line}")

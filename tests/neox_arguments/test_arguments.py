@@ -69,10 +69,26 @@ def test_unknown_keys_are_refused_with_the_nearest_names_all_at_once():
         ("split", 5),
         ("train_data_paths", "a"),
         ("log_interval", "often"),
+        ("expansion_factor", float("inf")),
+        ("expansion_factor", 1e308),
+        ("checkpoint_factor", float("inf")),
+        ("lr_decay_fraction", float("nan")),
+        ("initial_scale_power", 128),
+        ("num_nodes", 0),
+        ("num_nodes", -2),
+        ("master_port", 65536),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(key, value):
     _refused(key, repr(value), **{key: value})
+
+
+@pytest.mark.parametrize("key", ["train_iters", "gradient_clipping", "lr_decay_fraction", "use_mup", "typo"])
+@pytest.mark.parametrize("value", [10**400, 16**5000], ids=["400 digits", "6000 digits"])
+def test_an_endless_number_is_refused_in_a_message_one_can_read(key, value):
+    with pytest.raises(ConfigError, match=key) as error:
+        load(**{key: value})
+    assert len(str(error.value)) < 400
 
 
 def test_whole_floats_are_taken_for_ints_and_ints_for_floats():

@@ -25,7 +25,7 @@ def test_numbers_are_numbers(tmp_path, text, value):
     assert read == value and type(read) is type(value)
 
 
-@pytest.mark.parametrize("text", ["e5", "1e", "abc1e5", "1.2.3e4", "'1e5'"])
+@pytest.mark.parametrize("text", ["e5", "1e", "abc1e5", "1.2.3e4", "'1e5'", "010", "1:30", "2026-01-01", "2001-13-45"])
 def test_what_only_looks_like_a_number_stays_text(tmp_path, text):
     assert isinstance(_values(tmp_path, f"key: {text}")["key"], str)
 
@@ -45,6 +45,9 @@ def test_files_merge_and_the_same_value_twice_is_fine(tmp_path):
         (["a: 1\nb: 2\n", "c: 1\nb: 3\n"], ["0.yml:2", "1.yml:2"]),
         (["b-b: 2\nx: 1\nb_b: 3\n"], ["0.yml:1", "0.yml:3"]),
         (["outer:\n  inner: 2\n  other: 1\n  inner: 3\n"], ["0.yml:2", "0.yml:4"]),
+        (["outer:\n  in-ner: 2\n  in_ner: 3\n"], ["0.yml:2", "0.yml:3"]),
+        (["a: 1\n", "a: true\n"], ["0.yml:1", "1.yml:1"]),
+        (["a: {b: [1, 0]}\n", "a: {b: [1, false]}\n"], ["0.yml:1", "1.yml:1"]),
     ],
 )
 def test_a_key_set_twice_to_different_values_names_both_places(tmp_path, texts, places):
@@ -54,7 +57,19 @@ def test_a_key_set_twice_to_different_values_names_both_places(tmp_path, texts, 
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1, 2", "- 1\n- 2\n", "just text", "1: 2", "a: !!python/object:os.system x", "? [a]"]
+    "text",
+    [
+        *("a: [1, 2", "- 1\n- 2\n", "just text", "1: 2", "a: !!python/object:os.system x", "? [a]"),
+        *(
+            "a: &x [*x]",
+            "a: " + "[" * 5000,
+            "a: !!int x",
+            "a: !!bool x",
+            "a: !!timestamp x",
+            "a: 1\n---\nb: 2",
+            "a: \0",
+        ),
+    ],
 )
 def test_what_is_no_mapping_of_names_is_refused_with_the_file(tmp_path, text):
     with pytest.raises(ConfigError, match=r"0\.yml"):
@@ -84,7 +99,9 @@ def test_overrides_win_unset_and_reach_into_nested_values(tmp_path):
     assert settings["optimizer"].value["params"] == {"lr": 1.0, "eps": 1.0}
 
 
-@pytest.mark.parametrize("override", ["nothing", "=3", "a..b=1", "a.b=1", "a={"])
+@pytest.mark.parametrize(
+    "override", ["nothing", "=3", "a..b=1", "a.b=1", "a={", "a=!!int x", "a=!!timestamp x", "a=" + "[" * 5000]
+)
 def test_an_override_that_cannot_be_applied_is_refused(tmp_path, override):
     path = tmp_path / "a.yml"
     path.write_text("a: 1")
