@@ -2,15 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.checkpoint import CheckpointArgs
+from megatron.neox_arguments.data import DataArgs
+from megatron.neox_arguments.deepspeed import check_extra_args
+from megatron.neox_arguments.launch import LaunchArgs
 from megatron.neox_arguments.model import GATED_ACTIVATIONS, ModelArgs
-from megatron.neox_arguments.optimizer import OptimizerArgs
+from megatron.neox_arguments.optimizer import PARAMS_OF, OptimizerArgs
 from megatron.neox_arguments.parallelism import ParallelismArgs, WireDtype
 from megatron.neox_arguments.section import DERIVED
+from megatron.neox_arguments.supported import check_supported
 from megatron.neox_arguments.training import TrainingArgs
+
+WorldSize = int | Callable[[LaunchArgs], int] | None
+
+
+def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[str]) -> dict[str, Any]:
+    """Return the sections with their derived values, and add what does not fit together to `problems`.
+
+    A section that is missing because it was refused is left out, and so is what follows from it.
+    """
+    derived = dict(sections)
+
+    def work_out(name: str, rule: Callable[..., Any], *needed: Any) -> None:
+        """Replace section `name` by what `rule` makes of what it needs; take it out when that does not work."""
+        if None in needed:
+            derived.pop(name, None)
+            return
+        try:
+            derived[name] = rule(*needed)
+        except ConfigError as error:
+            problems.append(str(error))
+            derived.pop(name, None)
+
+    given = sections.get
+    work_out("model", derive_model, given("model"))
+    work_out("data", check_data, given("data"))
+    work_out("checkpoint", check_checkpoint, given("checkpoint"))
+    work_out("deepspeed", check_extra_args, given("deepspeed"))
+    work_out("optimizer", derive_optimizer, given("optimizer"), given("training"))
+    work_out("parallelism", _grid(world_size), given("parallelism"), given("optimizer"), given("launch"))
+    work_out("training", derive_training, given("training"), derived.get("parallelism"))
+    if "parallelism" in derived:
+        problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
+    return derived
+
+
+def _grid(world_size: WorldSize) -> Callable[[ParallelismArgs, OptimizerArgs, LaunchArgs], ParallelismArgs]:
+    def rule(parallelism: ParallelismArgs, optimizer: OptimizerArgs, launch: LaunchArgs) -> ParallelismArgs:
+        return derive_parallelism(parallelism, optimizer, _world_size(world_size, launch, parallelism))
+
+    return rule
+
+
+def _world_size(given: WorldSize, launch: LaunchArgs, parallelism: ParallelismArgs) -> int:
+    if callable(given):
+        return given(launch)
+    if given is not None:
+        if given < 1:
+            raise ConfigError(f"a run has at least 1 process, not {given}")
+        return given
+    if launch.num_gpus is not None:
+        return launch.num_gpus * max(launch.num_nodes, 1)
+    return parallelism.world_size or max(parallelism.pipe_parallel_size, 1) * parallelism.model_parallel_size
 
 
 def pad_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
@@ -23,23 +81,13 @@ def derive_model(model: ModelArgs) -> ModelArgs:
     """Fill in head counts, widths and lengths. Raises ConfigError where they do not fit together."""
     num_kv_heads = model.num_kv_heads or model.num_attention_heads
     max_positions = model.max_position_embeddings or model.seq_length
-    if model.hidden_size % model.num_attention_heads:
-        raise ConfigError(
-            f"hidden_size {model.hidden_size} is not a multiple of num_attention_heads {model.num_attention_heads}"
-        )
-    if model.num_attention_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_attention_heads {model.num_attention_heads} is not a multiple of num_kv_heads {num_kv_heads}"
-        )
+    problems = [*_problems_of_heads(model, num_kv_heads)]
     if max_positions < model.seq_length:
-        raise ConfigError(f"seq_length {model.seq_length} is longer than max_position_embeddings {max_positions}")
+        problems.append(f"seq_length {model.seq_length} is longer than max_position_embeddings {max_positions}")
     if model.gpt_j_tied and not model.gpt_j_residual:
-        raise ConfigError("gpt_j_tied needs gpt_j_residual: only side by side can attention and MLP share a norm")
-    if model.pos_emb == "rotary" and int(model.hidden_size // model.num_attention_heads * model.rotary_pct) % 2:
-        raise ConfigError(
-            f"rotary_pct {model.rotary_pct} of a head of {model.hidden_size // model.num_attention_heads} dims is not "
-            "an even number of dims, which rotary rotates in pairs"
-        )
+        problems.append("gpt_j_tied needs gpt_j_residual: only side by side can attention and MLP share a norm")
+    if problems:
+        raise ConfigError("\n".join(problems))
     return model.model_copy(
         update={
             "num_kv_heads": num_kv_heads,
@@ -47,6 +95,25 @@ def derive_model(model: ModelArgs) -> ModelArgs:
             "ffn_hidden_size": model.ffn_hidden_size or _ffn_hidden_size(model),
         }
     )
+
+
+def _problems_of_heads(model: ModelArgs, num_kv_heads: int) -> list[str]:
+    problems = []
+    head_dim, rest = divmod(model.hidden_size, model.num_attention_heads)
+    if rest:
+        problems.append(
+            f"hidden_size {model.hidden_size} is not a multiple of num_attention_heads {model.num_attention_heads}"
+        )
+    elif model.pos_emb == "rotary" and int(head_dim * model.rotary_pct) % 2:
+        problems.append(
+            f"rotary_pct {model.rotary_pct} of a head of {head_dim} dims is not an even number of dims, which rotary "
+            "rotates in pairs"
+        )
+    if model.num_attention_heads % num_kv_heads:
+        problems.append(
+            f"num_attention_heads {model.num_attention_heads} is not a multiple of num_kv_heads {num_kv_heads}"
+        )
+    return problems
 
 
 def _ffn_hidden_size(model: ModelArgs) -> int:
@@ -108,7 +175,7 @@ def _grad_wire_dtype(parallelism: ParallelismArgs, optimizer: OptimizerArgs) -> 
     return next(iter(wanted.values()), "fp32")
 
 
-def derive_training(training: TrainingArgs, data_parallel_size: int) -> TrainingArgs:
+def derive_training(training: TrainingArgs, parallelism: ParallelismArgs) -> TrainingArgs:
     """Solve train_batch_size = micro-batch x accumulation x data-parallel size for what is unset.
 
     Raises ConfigError with the numbers when they contradict each other or nothing gives the size of a batch.
@@ -116,7 +183,7 @@ def derive_training(training: TrainingArgs, data_parallel_size: int) -> Training
     batch = _Batch(
         training.train_batch_size, training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
     )
-    solved = batch.solve(data_parallel_size)
+    solved = batch.solve(parallelism.data_parallel_size)
     return training.model_copy(
         update={
             "train_batch_size": solved.total,
@@ -158,23 +225,43 @@ class _Batch:
         return _Batch(total, micro, accumulation)
 
 
-def derive_optimizer(optimizer: OptimizerArgs, train_iters: int) -> OptimizerArgs:
-    """Fill in the length of the decay."""
+def derive_optimizer(optimizer: OptimizerArgs, training: TrainingArgs) -> OptimizerArgs:
+    """Fill in the length of the decay. Raises ConfigError where values contradict each other or have no use."""
+    problems = [
+        f"{key} is set, but {optimizer.optimizer_type} has none"
+        for key in ("betas", "eps", "momentum")
+        if key in optimizer.model_fields_set and key not in PARAMS_OF[optimizer.optimizer_type]
+    ]
     if optimizer.lr_decay_iters and optimizer.lr_decay_fraction is not None:
-        raise ConfigError("lr_decay_iters and lr_decay_fraction both say how long the rate decays: set one of them")
-    fraction = 1.0 if optimizer.lr_decay_fraction is None else optimizer.lr_decay_fraction
-    decay_iters = optimizer.lr_decay_iters or max(1, round(fraction * train_iters))
+        problems.append("lr_decay_iters and lr_decay_fraction both say how long the rate decays: set one of them")
     if optimizer.min_lr > optimizer.lr:
-        raise ConfigError(f"min_lr {optimizer.min_lr} is above lr {optimizer.lr}")
+        problems.append(f"min_lr {optimizer.min_lr} is above lr {optimizer.lr}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    fraction = 1.0 if optimizer.lr_decay_fraction is None else optimizer.lr_decay_fraction
+    decay_iters = optimizer.lr_decay_iters or max(1, round(fraction * training.train_iters))
     return optimizer.model_copy(update={"lr_decay_iters": decay_iters})
 
 
-def check_checkpoint(checkpoint: CheckpointArgs) -> None:
+def check_data(data: DataArgs) -> DataArgs:
+    """Refuse weights of data that is not there; what depends on the data itself is checked where it is opened."""
+    problems = [
+        f"{split}_data_weights is set, but {split}_data_paths is not"
+        for split in ("train", "valid", "test")
+        if getattr(data, f"{split}_data_weights") and not getattr(data, f"{split}_data_paths")
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return data
+
+
+def check_checkpoint(checkpoint: CheckpointArgs) -> CheckpointArgs:
     """Refuse a spacing of checkpoints that is none."""
     factor = checkpoint.checkpoint_factor
     if factor is None:
-        return
+        return checkpoint
     if checkpoint.checkpoint_scale == "log" and factor <= 1:
         raise ConfigError(f"checkpoint_factor {factor} must be greater than 1 with checkpoint_scale log")
     if checkpoint.checkpoint_scale == "linear" and factor != int(factor):
         raise ConfigError(f"checkpoint_factor {factor} must be a whole number with checkpoint_scale linear")
+    return checkpoint

@@ -1,13 +1,15 @@
 """NeoX arguments that are known but not implemented, and those that change nothing here.
 
-An argument of the first kind may be set to its default and is refused otherwise; one of the second kind is accepted
-with a notice. Nothing is silently ignored.
+An argument of the first kind may be set to its default and is refused otherwise; one of the second kind is accepted,
+with a notice when it is set to other than its default. Nothing is silently ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from megatron.neox_arguments.yaml_values import Kind
 
 LATER = "to come"
 MOE = "mixture of experts is not supported here yet"
@@ -27,8 +29,15 @@ class Unsupported(NamedTuple):
     reason: str
 
 
+class Hint(NamedTuple):
+    """An argument that changes nothing here: its kind of value, NeoX's default, and why it changes nothing."""
+
+    kind: Kind
+    default: Any
+    reason: str
+
+
 UNSUPPORTED: dict[str, Unsupported] = {
-    "sequence_parallel": Unsupported("bool", False, LATER),
     "rpe_num_buckets": Unsupported("int", 32, LATER),
     "rpe_max_distance": Unsupported("int", 128, LATER),
     "sparsity_config": Unsupported("dict", None, LATER),
@@ -162,7 +171,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "compression_training": Unsupported("dict", None, DEEPSPEED),
     "checkpoint": Unsupported("dict", None, DEEPSPEED),
     "data_types": Unsupported("dict", None, DEEPSPEED),
-    "comms_logger": Unsupported("dict", None, DEEPSPEED),
     "autotuning_run": Unsupported("str", None, DEEPSPEED),
 }
 
@@ -171,46 +179,50 @@ _UNFUSED = "this fused kernel is not used here; the values are the same"
 _LAUNCHER = "this is worked out at start"
 _ZERO_BUCKETS = "gradient buckets are sized by ddp_bucket_size"
 
-HINTS: dict[str, str] = {
-    "scaled_upper_triang_masked_softmax_fusion": _SDPA,
-    "scaled_masked_softmax_fusion": _SDPA,
-    "attention_softmax_in_fp32": _SDPA,
-    "bias_gelu_fusion": _UNFUSED,
-    "bias_dropout_fusion": _UNFUSED,
-    "rope_fusion": _UNFUSED,
-    "layernorm_fusion": _UNFUSED,
-    "rmsnorm_fusion": _UNFUSED,
-    "use_flashattn_swiglu": _UNFUSED,
-    "fused_kernels_build_path": _UNFUSED,
-    "te_fp8_format": _UNFUSED,
-    "rotary_save_freqs_buffer": "rotary tables are never saved; they are computed from their base",
-    "use_cpu_initialization": "starting weights do not depend on the device they are made on",
-    "pipe_partition_method": "with one stage there is nothing to partition",
-    "synchronize_each_layer": "recomputation never synchronises with the device",
-    "partition_activations": "activations are partitioned over tensor ranks, and there is one",
-    "contiguous_checkpointing": "activations to recompute from are kept as they are",
-    "deepspeed_activation_checkpointing": "torch's own non-reentrant checkpoints are used",
-    "profile_backward": "this only concerns DeepSpeed's activation checkpoints",
-    "override_lr_scheduler": "the schedule is always the configuration's, and goes on at the update that was reached",
-    "checkpoint_validation_with_forward_pass": "every file of a checkpoint is compared with its checksum instead",
-    "log_grad_norm": "the gradient norm is always logged",
-    "zero_reduce_scatter": _ZERO_BUCKETS,
-    "zero_contiguous_gradients": _ZERO_BUCKETS,
-    "zero_reduce_bucket_size": _ZERO_BUCKETS,
-    "zero_allgather_bucket_size": _ZERO_BUCKETS,
-    "short_seq_prob": "this only concerns masked language models",
-    "is_pipe_parallel": _LAUNCHER,
-    "local_rank": _LAUNCHER,
-    "rank": _LAUNCHER,
-    "lazy_mpu_init": _LAUNCHER,
-    "global_num_gpus": _LAUNCHER,
-    "user_script": _LAUNCHER,
-    "config_files": _LAUNCHER,
-    "git_hash": _LAUNCHER,
-    "do_train": _LAUNCHER,
-    "do_valid": _LAUNCHER,
-    "do_test": _LAUNCHER,
-    "onnx_safe": "nothing is exported to ONNX",
+HINTS: dict[str, Hint] = {
+    "scaled_upper_triang_masked_softmax_fusion": Hint("bool", False, _SDPA),
+    "scaled_masked_softmax_fusion": Hint("bool", False, _SDPA),
+    "attention_softmax_in_fp32": Hint("bool", False, _SDPA),
+    "bias_gelu_fusion": Hint("bool", False, _UNFUSED),
+    "bias_dropout_fusion": Hint("bool", False, _UNFUSED),
+    "rope_fusion": Hint("bool", False, _UNFUSED),
+    "layernorm_fusion": Hint("bool", False, _UNFUSED),
+    "rmsnorm_fusion": Hint("bool", False, _UNFUSED),
+    "use_flashattn_swiglu": Hint("bool", False, _UNFUSED),
+    "fused_kernels_build_path": Hint("str", None, _UNFUSED),
+    "te_fp8_format": Hint("str", "hybrid", _UNFUSED),
+    "rotary_save_freqs_buffer": Hint("bool", False, "rotary tables are never saved; they are computed from their base"),
+    "use_cpu_initialization": Hint("bool", False, "starting weights do not depend on the device they are made on"),
+    "pipe_partition_method": Hint("str", "type:transformer|mlp", "with one stage there is nothing to partition"),
+    "synchronize_each_layer": Hint("bool", False, "recomputation never synchronises with the device"),
+    "partition_activations": Hint("bool", False, "activations are partitioned over tensor ranks, and there is one"),
+    "contiguous_checkpointing": Hint("bool", False, "activations to recompute from are kept as they are"),
+    "deepspeed_activation_checkpointing": Hint("bool", True, "torch's own non-reentrant checkpoints are used"),
+    "profile_backward": Hint("bool", False, "this only concerns DeepSpeed's activation checkpoints"),
+    "override_lr_scheduler": Hint(
+        "bool", False, "the schedule is always the configuration's, and goes on at the update that was reached"
+    ),
+    "checkpoint_validation_with_forward_pass": Hint(
+        "bool", False, "every file of a checkpoint is compared with its checksum instead"
+    ),
+    "log_grad_norm": Hint("bool", False, "the gradient norm is always logged"),
+    "zero_reduce_scatter": Hint("bool", None, _ZERO_BUCKETS),
+    "zero_contiguous_gradients": Hint("bool", None, _ZERO_BUCKETS),
+    "zero_reduce_bucket_size": Hint("int", None, _ZERO_BUCKETS),
+    "zero_allgather_bucket_size": Hint("int", None, _ZERO_BUCKETS),
+    "short_seq_prob": Hint("float", 0.1, "this only concerns masked language models"),
+    "is_pipe_parallel": Hint("bool", False, _LAUNCHER),
+    "local_rank": Hint("int", None, _LAUNCHER),
+    "rank": Hint("int", None, _LAUNCHER),
+    "lazy_mpu_init": Hint("bool", False, _LAUNCHER),
+    "global_num_gpus": Hint("int", None, _LAUNCHER),
+    "user_script": Hint("str", None, _LAUNCHER),
+    "config_files": Hint("dict", None, _LAUNCHER),
+    "git_hash": Hint("str", None, _LAUNCHER),
+    "do_train": Hint("bool", None, _LAUNCHER),
+    "do_valid": Hint("bool", None, _LAUNCHER),
+    "do_test": Hint("bool", None, _LAUNCHER),
+    "onnx_safe": Hint("bool", False, "nothing is exported to ONNX"),
 }
 
 # Arguments of which some values change nothing and the others are not supported.

@@ -6,171 +6,219 @@ they set twice to different values is refused with both places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from megatron.errors import ConfigError
+from megatron.neox_arguments.optimizer import PARAMS_OF
 from megatron.neox_arguments.yaml_files import Setting
+from megatron.neox_arguments.yaml_values import Kind, same_value, shown, wrong_kind
 
-_SECOND_NAMES = {"batch_size": "train_micro_batch_size_per_gpu", "clip_grad": "gradient_clipping"}
-_OPTIMIZER_TYPES = {"adam": "adam", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
+SECOND_NAMES = {"batch_size": "train_micro_batch_size_per_gpu", "clip_grad": "gradient_clipping"}
 _UNSUPPORTED_OPTIMIZERS = frozenset(
     {"onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "zerooneadam", "onebitlamb", "lamb", "muon"}
 )
-_OPTIMIZER_PARAMS = {
-    "adam": ("lr", "betas", "eps", "weight_decay"),
-    "adamw": ("lr", "betas", "eps", "weight_decay"),
-    "sgd": ("lr", "momentum", "weight_decay"),
-    "lion": ("lr", "betas", "weight_decay"),
-}
-_FP16_KEYS = {
+FP16_KEYS = {
     "loss_scale": "loss_scale",
     "initial_scale_power": "initial_scale_power",
     "loss_scale_window": "loss_scale_window",
     "hysteresis": "hysteresis",
     "min_loss_scale": "min_scale",
 }
-# Of zero_optimization only the stage decides anything with ZeRO 0; the others are DeepSpeed's and wait for their stage.
-_ZERO_KEYS = frozenset(
-    {
-        "stage",
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "overlap_comm",
-        "reduce_scatter",
-        "reduce_bucket_size",
-        "contiguous_gradients",
-        "cpu_offload",
-        "round_robin_gradients",
-        "load_from_fp32_weights",
-        "elastic_checkpoint",
-        "ignore_unused_parameters",
-    }
-)
+_FP16_SWITCHES = ("enabled", "fp16", "auto_cast", "consecutive_hysteresis")
 _PRECISIONS = {"fp32": "fp32", "bfloat16": "bfloat16", "bf16": "bfloat16", "fp16": "fp16"}
+# Of zero_optimization only the stage decides anything with ZeRO 0; the others are DeepSpeed's and wait for their stage.
+_ZERO_KINDS: dict[str, Kind] = {
+    "stage": "int",
+    "allgather_partitions": "bool",
+    "allgather_bucket_size": "int",
+    "overlap_comm": "bool",
+    "reduce_scatter": "bool",
+    "reduce_bucket_size": "int",
+    "contiguous_gradients": "bool",
+    "cpu_offload": "bool",
+    "offload_optimizer": "dict",
+    "offload_param": "dict",
+    "round_robin_gradients": "bool",
+    "load_from_fp32_weights": "bool",
+    "elastic_checkpoint": "bool",
+    "ignore_unused_parameters": "bool",
+}
+_ZERO_OFFLOAD = ("cpu_offload", "offload_optimizer", "offload_param")
+
+
+Path = tuple[str, ...]
+# Every way of saying one thing. `--set` of one way makes the others in the files void.
+WAYS_OF_SAYING: tuple[tuple[Path, ...], ...] = (
+    *(((second,), (first,)) for second, first in SECOND_NAMES.items()),
+    (("optimizer_type",), ("optimizer", "type")),
+    *(
+        ((name,), ("optimizer", "params", name))
+        for name in sorted({name for names in PARAMS_OF.values() for name in names})
+    ),
+    (("precision",), ("fp16", "enabled"), ("fp16", "fp16"), ("fp16", "type"), ("bf16", "enabled")),
+    *(((flat,), ("fp16", name)) for name, flat in FP16_KEYS.items()),
+    (("zero_stage",), ("zero_optimization", "stage")),
+)
+
+
+class Flattened(NamedTuple):
+    """Settings whose keys all name a field or a known argument; what has no effect; what cannot be taken apart."""
+
+    settings: dict[str, Setting]
+    notices: list[str]
+    problems: list[str]
+
+
+def flatten(settings: Mapping[str, Setting]) -> Flattened:
+    """Take nested values and second names apart. A value of null means unset, as everywhere in NeoX."""
+    flat = _Flat()
+    special: dict[str, Callable[[Setting], None]] = {
+        "optimizer": flat.optimizer,
+        "optimizer_type": lambda setting: flat.plain("optimizer_type", _optimizer_name(setting), setting),
+        "fp16": flat.fp16,
+        "bf16": flat.bf16,
+        "precision": lambda setting: flat.plain("precision", _precision(setting.value), setting),
+        "communication_data_type": lambda setting: flat.plain(
+            "communication_data_type", _precision(setting.value), setting
+        ),
+        "zero_optimization": flat.zero,
+    }
+    for key, setting in settings.items():
+        if key not in special:
+            flat.set(SECOND_NAMES.get(key, key), setting.value, setting.origin, key)
+        elif setting.value is not None:
+            try:
+                special[key](setting)
+            except ConfigError as error:
+                flat.problems.append(str(error))
+    flat.refuse_what_is_switched_off()
+    return Flattened(flat.settings, flat.notices, flat.problems)
 
 
 class _Flat:
-    """Flat settings under construction; setting a key twice to different values is refused."""
+    """Flat settings under construction, with everything that was wrong on the way."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Setting] = {}
+        self.notices: list[str] = []
+        self.problems: list[str] = []
+        self._said: dict[str, str] = {}
+        self._switched_off: dict[str, str] = {}  # precision: where its block says `enabled: false`
 
-    def set(self, key: str, value: Any, origin: str) -> None:
+    def set(self, key: str, value: Any, origin: str, said: str) -> None:
+        """Set a key; setting it twice to different values is a problem. `said` is the name it has in the files."""
         earlier = self.settings.get(key)
-        if earlier is not None and earlier.value != value:
-            raise ConfigError(
-                f"{key} is {earlier.value!r} by {earlier.origin} and {value!r} by {origin}: set it in one place"
+        if earlier is None or earlier.value is None:
+            self.settings[key], self._said[key] = Setting(value, origin), said
+        elif value is not None and not same_value(earlier.value, value):
+            self.problems.append(
+                f"{key} is {shown(earlier.value)} by {self._said[key]} ({earlier.origin}) and {shown(value)} by {said} "
+                f"({origin}): set it in one place"
             )
-        self.settings.setdefault(key, Setting(value, origin))
+
+    def plain(self, key: str, value: Any, setting: Setting) -> None:
+        """Set a key that has its own name in the files."""
+        self.set(key, value, setting.origin, key)
+
+    def optimizer(self, setting: Setting) -> None:
+        values = _mapping("optimizer", setting, {"type", "params"})
+        kind = _optimizer_name(Setting(values.get("type") or "adam", setting.place("type")))
+        self.set("optimizer_type", kind, setting.place("type"), "optimizer.type")
+        params = Setting(values.get("params") or {}, setting.place("params"))
+        for key, value in _mapping(f"optimizer.params of {kind}", params, PARAMS_OF[kind]).items():
+            self.set(key, value, setting.place(f"params.{key}"), f"optimizer.params.{key}")
+
+    def fp16(self, setting: Setting) -> None:
+        values = _mapping("fp16", setting, (*_FP16_SWITCHES, "type", *FP16_KEYS))
+        _check_kinds("fp16", values, dict.fromkeys(_FP16_SWITCHES, "bool"), setting)
+        if values.get("consecutive_hysteresis"):
+            raise ConfigError(f"fp16.consecutive_hysteresis ({setting.origin}) is not supported here yet")
+        if values.get("auto_cast"):
+            self.notices.append("fp16.auto_cast: there are no floating inputs to cast, only token ids")
+        switches = [values[name] for name in ("enabled", "fp16") if values.get(name) is not None]
+        if len(set(switches)) > 1:
+            raise ConfigError(f"fp16.enabled and fp16.fp16 contradict each other ({setting.origin})")
+        if any(switches):
+            self.set("precision", _precision(values.get("type") or "fp16"), setting.place("enabled"), "fp16.enabled")
+        elif switches:
+            self._switched_off["fp16"] = f"fp16.enabled ({setting.place('enabled')})"
+        for key, flat_key in FP16_KEYS.items():
+            if key in values:
+                self.set(flat_key, values[key], setting.place(key), f"fp16.{key}")
+
+    def bf16(self, setting: Setting) -> None:
+        values = _mapping("bf16", setting, {"enabled"})
+        _check_kinds("bf16", values, {"enabled": "bool"}, setting)
+        if values.get("enabled"):
+            self.set("precision", "bfloat16", setting.place("enabled"), "bf16.enabled")
+        elif values.get("enabled") is False:
+            self._switched_off["bfloat16"] = f"bf16.enabled ({setting.place('enabled')})"
+
+    def zero(self, setting: Setting) -> None:
+        values = _mapping("zero_optimization", setting, _ZERO_KINDS)
+        _check_kinds("zero_optimization", values, _ZERO_KINDS, setting)
+        stage = values.get("stage") or 0
+        self.set("zero_stage", stage, setting.place("stage"), "zero_optimization.stage")
+        for name in _ZERO_OFFLOAD:
+            if values.get(name):
+                raise ConfigError(f"zero_optimization.{name} ({setting.origin}) is not supported here yet")
+        others = sorted(values.keys() - {"stage", *_ZERO_OFFLOAD})
+        if others and stage == 0:
+            self.notices.append(
+                f"zero_optimization: {', '.join(others)} have no effect with ZeRO 0; gradient buckets are sized by "
+                "ddp_bucket_size and reduced under backward with overlap_grad_reduce"
+            )
+
+    def refuse_what_is_switched_off(self) -> None:
+        """A block that says `enabled: false` contradicts a precision that says the opposite."""
+        precision = self.settings.get("precision")
+        if precision is None or not isinstance(precision.value, str):
+            return
+        if (off := self._switched_off.get(precision.value)) is not None:
+            self.problems.append(
+                f"precision is {precision.value!r} by {self._said['precision']} ({precision.origin}), and switched off "
+                f"by {off}: set it in one place"
+            )
 
 
-def flatten(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
-    """Return settings whose keys all name a field or a known argument, and notices about what has no effect."""
-    flat = _Flat()
-    notices: list[str] = []
-    special: dict[str, Callable[[Setting], None]] = {
-        "optimizer": lambda setting: _optimizer(flat, setting),
-        "optimizer_type": lambda setting: flat.set("optimizer_type", _optimizer_name(setting), setting.origin),
-        "fp16": lambda setting: _fp16(flat, setting, notices),
-        "bf16": lambda setting: _bf16(flat, setting),
-        "precision": lambda setting: flat.set("precision", _precision(setting), setting.origin),
-        "communication_data_type": lambda setting: flat.set(
-            "communication_data_type", _PRECISIONS.get(str(setting.value), setting.value), setting.origin
-        ),
-        "zero_optimization": lambda setting: _zero(flat, setting, notices),
-    }
-    for key, setting in settings.items():
-        if key in special:
-            special[key](setting)
-        else:
-            flat.set(_SECOND_NAMES.get(key, key), setting.value, setting.origin)
-    return flat.settings, notices
-
-
-def _mapping(key: str, setting: Setting) -> dict[str, Any]:
+def _mapping(key: str, setting: Setting, known: Iterable[str]) -> dict[str, Any]:
+    """Return nested values, with `_` for `-` in their names, all of which must be known."""
     if not isinstance(setting.value, dict) or not all(isinstance(name, str) for name in setting.value):
-        raise ConfigError(f"{key} must hold nested keys and values ({setting.origin}), not {setting.value!r}")
-    return {name.replace("-", "_"): value for name, value in setting.value.items()}
-
-
-def _refuse_unknown(key: str, values: Mapping[str, Any], known: frozenset[str] | set[str], setting: Setting) -> None:
-    unknown = sorted(values.keys() - known)
+        raise ConfigError(f"{key} must hold nested keys and values ({setting.origin}), not {shown(setting.value)}")
+    values = {name.replace("-", "_"): value for name, value in setting.value.items()}
+    unknown = sorted(values.keys() - set(known))
     if unknown:
         raise ConfigError(
             f"{key} has {', '.join(unknown)} ({setting.origin}), which is not known there; known are "
             f"{', '.join(sorted(known))}"
         )
+    return values
+
+
+def _check_kinds(key: str, values: Mapping[str, Any], kinds: Mapping[str, Kind], setting: Setting) -> None:
+    problems = [
+        f"{key}.{name}: {shown(values[name])} ({setting.place(name)}): {problem}"
+        for name, kind in kinds.items()
+        if values.get(name) is not None and (problem := wrong_kind(values[name], kind))
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _optimizer_name(setting: Setting) -> str:
-    name = _OPTIMIZER_TYPES.get(str(setting.value).lower())
-    if name is None and str(setting.value).lower() not in _UNSUPPORTED_OPTIMIZERS:
+    name = str(setting.value).lower()
+    if name in PARAMS_OF:
+        return name
+    if name in _UNSUPPORTED_OPTIMIZERS:
         raise ConfigError(
-            f"unknown optimizer {setting.value!r} ({setting.origin}); there are Adam, AdamW, SGD and Lion"
+            f"optimizer {shown(setting.value)} ({setting.origin}) is not supported here yet, only Adam, AdamW, SGD and "
+            "Lion"
         )
-    if name is None:
-        raise ConfigError(
-            f"optimizer {setting.value!r} ({setting.origin}) is not supported here yet, only Adam, AdamW, SGD, Lion"
-        )
-    return name
+    raise ConfigError(
+        f"unknown optimizer {shown(setting.value)} ({setting.origin}); there are Adam, AdamW, SGD and Lion"
+    )
 
 
-def _optimizer(flat: _Flat, setting: Setting) -> None:
-    values = _mapping("optimizer", setting)
-    _refuse_unknown("optimizer", values, {"type", "params"}, setting)
-    kind = _optimizer_name(Setting(values.get("type", "adam"), setting.origin))
-    flat.set("optimizer_type", kind, setting.origin)
-    params = _mapping("optimizer.params", Setting(values.get("params", {}), setting.origin))
-    _refuse_unknown(f"optimizer.params of {kind}", params, set(_OPTIMIZER_PARAMS[kind]), setting)
-    for key, value in params.items():
-        flat.set(key, value, f"{setting.origin} optimizer.params")
-
-
-def _switch(key: str, name: str, values: Mapping[str, Any], setting: Setting) -> bool:
-    value = values.get(name, False)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key}.{name} must be true or false ({setting.origin}), not {value!r}")
-    return value
-
-
-def _fp16(flat: _Flat, setting: Setting, notices: list[str]) -> None:
-    values = _mapping("fp16", setting)
-    allowed = {"enabled", "fp16", "type", "auto_cast", "consecutive_hysteresis", *_FP16_KEYS}
-    _refuse_unknown("fp16", values, allowed, setting)
-    if _switch("fp16", "consecutive_hysteresis", values, setting):
-        raise ConfigError(f"fp16.consecutive_hysteresis ({setting.origin}) is not supported here yet")
-    if _switch("fp16", "auto_cast", values, setting):
-        notices.append("fp16.auto_cast: there are no floating inputs to cast, only token ids")
-    if _switch("fp16", "enabled", values, setting):
-        kind = values.get("type", "fp16")
-        flat.set("precision", _precision(Setting(kind, setting.origin)), f"{setting.origin} fp16")
-    for key, flat_key in _FP16_KEYS.items():
-        if key in values:
-            flat.set(flat_key, values[key], f"{setting.origin} fp16")
-
-
-def _bf16(flat: _Flat, setting: Setting) -> None:
-    values = _mapping("bf16", setting)
-    _refuse_unknown("bf16", values, {"enabled"}, setting)
-    if _switch("bf16", "enabled", values, setting):
-        flat.set("precision", "bfloat16", f"{setting.origin} bf16")
-
-
-def _precision(setting: Setting) -> Any:
-    return _PRECISIONS.get(str(setting.value), setting.value)
-
-
-def _zero(flat: _Flat, setting: Setting, notices: list[str]) -> None:
-    values = _mapping("zero_optimization", setting)
-    _refuse_unknown("zero_optimization", values, _ZERO_KEYS, setting)
-    stage = values.get("stage", 0)
-    flat.set("zero_stage", stage, f"{setting.origin} zero_optimization")
-    if values.get("cpu_offload"):
-        raise ConfigError(f"zero_optimization.cpu_offload ({setting.origin}) is not supported here yet")
-    others = sorted(values.keys() - {"stage", "cpu_offload"})
-    if others and stage == 0:
-        notices.append(
-            f"zero_optimization: {', '.join(others)} have no effect with ZeRO 0; gradient buckets are sized by "
-            "ddp_bucket_size and reduced under backward with overlap_grad_reduce"
-        )
+def _precision(value: Any) -> Any:
+    return _PRECISIONS.get(value, value) if isinstance(value, str) else value

@@ -16,6 +16,14 @@ from megatron.neox_arguments.section import (
     whole_number,
 )
 
+# What each optimizer takes in `optimizer.params`; a value none of these uses is refused rather than ignored.
+PARAMS_OF: dict[str, tuple[str, ...]] = {
+    "adam": ("lr", "betas", "eps", "weight_decay"),
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "sgd": ("lr", "momentum", "weight_decay"),
+    "lion": ("lr", "betas", "weight_decay"),
+}
+
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

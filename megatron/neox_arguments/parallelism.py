@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.neox_arguments.section import DERIVED, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from pydantic import BeforeValidator, Field
+
+from megatron.neox_arguments.section import (
+    DERIVED,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    whole_number,
+)
 
 WireDtype = Literal["fp32", "bfloat16", "fp16"]
 
@@ -16,6 +25,8 @@ class ParallelismArgs(Section):
     """Number of pipeline stages. 0 and 1 mean the same: one stage, no pipeline."""
     model_parallel_size: PositiveInt = 1
     """Number of ranks that split each layer (tensor parallelism)."""
+    sequence_parallel: bool = False
+    """Split the activations between the tensor ranks' layers along the sequence. Not supported yet."""
     data_parallel_size: PositiveInt = DERIVED
     """Derived: world size over pipe and tensor sizes. If set, it must be just that."""
     world_size: PositiveInt = DERIVED
@@ -25,7 +36,7 @@ class ParallelismArgs(Section):
     distributed_timeout_seconds: PositiveInt = 600
     """A collective that takes longer than this ends the run on every rank."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=3)] = 0
     """What is sharded over the data ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Also
     `zero_optimization.stage`."""
 

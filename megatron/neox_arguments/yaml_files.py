@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,12 @@ class Setting:
 
     value: Any
     origin: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Where the nested values were set, by their path without the key itself: `params.lr`."""
+
+    def place(self, path: str) -> str:
+        """Return where a nested value was set."""
+        return self.parts.get(path, self.origin)
 
 
 class _Loader(yaml.SafeLoader):
@@ -65,9 +71,11 @@ def read_files(paths: Sequence[str | Path], conf_dir: str | Path | None = None) 
 def parse_value(text: str) -> Any:
     """Read one YAML value, as on the right of `--set key=`."""
     try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, *_UNREADABLE) as error:
-        raise ConfigError(f"'{text}' is not a YAML value: {_one_line(error)}") from error
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else _construct("--set", loader, node)
+    except (RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{shown(text)} is not a YAML value: {_one_line(error)}") from error
 
 
 def _locate(path: str | Path, conf_dir: str | Path | None) -> Path:
@@ -95,7 +103,9 @@ def _read_file(path: Path) -> list[tuple[str, Setting]]:
         return [
             (
                 _key(path, loader, key),
-                Setting(_construct(path, loader, value), f"{path}:{key.start_mark.line + 1}"),
+                Setting(
+                    _construct(path, loader, value), f"{path}:{key.start_mark.line + 1}", dict(_parts(path, value))
+                ),
             )
             for key, value in node.value
         ]
@@ -103,7 +113,7 @@ def _read_file(path: Path) -> list[tuple[str, Setting]]:
         raise ConfigError(f"{path} cannot be read as YAML: {_one_line(error)}") from error
 
 
-def _construct(path: Path, loader: _Loader, node: yaml.Node) -> Any:
+def _construct(path: Path | str, loader: _Loader, node: yaml.Node) -> Any:
     try:
         _refuse_repeated_keys(path, loader, node)
         return loader.construct_object(node, deep=True)
@@ -118,7 +128,15 @@ def _key(path: Path, loader: _Loader, node: yaml.Node) -> str:
     return key.replace("-", "_")
 
 
-def _refuse_repeated_keys(path: Path, loader: _Loader, node: yaml.Node) -> None:
+def _parts(path: Path, node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = f"{prefix}{key.value}".replace("-", "_")
+            yield name, f"{path}:{key.start_mark.line + 1}"
+            yield from _parts(path, value, f"{name}.")
+
+
+def _refuse_repeated_keys(path: Path | str, loader: _Loader, node: yaml.Node) -> None:
     """Nested mappings: a key given twice would silently take its last value."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
