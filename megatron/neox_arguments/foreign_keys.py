@@ -22,8 +22,7 @@ def problem_of(key: str, setting: Setting, declared: Iterable[str]) -> str | Non
         problem = None if setting.value is None else wrong_kind(setting.value, HINTS[key].kind)
         return problem and f"{what}: {problem}"
     if key in PARTLY_SUPPORTED:
-        changes_nothing, _ = PARTLY_SUPPORTED[key]
-        if setting.value is None or changes_nothing(setting.value):
+        if setting.value is None or PARTLY_SUPPORTED[key].changes_nothing(setting.value):
             return None
         return f"{what}: known NeoX argument, this value is not supported here yet"
     if key in UNSUPPORTED:
@@ -38,8 +37,7 @@ def problem_of(key: str, setting: Setting, declared: Iterable[str]) -> str | Non
 
 def notice_of(key: str, setting: Setting) -> str | None:
     """Return the line that says that a value has no effect, or None where it asks for nothing."""
-    if key in HINTS and setting.value is not None and not same_value(setting.value, HINTS[key].default):
-        return f"{key}: {HINTS[key].reason}"
-    if key in PARTLY_SUPPORTED and setting.value is not None:
-        return f"{key}: {PARTLY_SUPPORTED[key][1]}"
-    return None
+    known = HINTS.get(key) or PARTLY_SUPPORTED.get(key)
+    if known is None or setting.value is None or same_value(setting.value, known.default):
+        return None
+    return f"{key}: {known.reason}"

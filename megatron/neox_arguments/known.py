@@ -37,6 +37,17 @@ class Hint(NamedTuple):
     reason: str
 
 
+class PartlySupported(NamedTuple):
+    """An argument of which some values change nothing here, and the others are refused.
+
+    `changes_nothing` tells them apart; the rest is as in `Hint`.
+    """
+
+    changes_nothing: Callable[[Any], bool]
+    default: Any
+    reason: str
+
+
 UNSUPPORTED: dict[str, Unsupported] = {
     "rpe_num_buckets": Unsupported("int", 32, LATER),
     "rpe_max_distance": Unsupported("int", 128, LATER),
@@ -193,7 +204,6 @@ HINTS: dict[str, Hint] = {
     "te_fp8_format": Hint("str", "hybrid", _UNFUSED),
     "rotary_save_freqs_buffer": Hint("bool", False, "rotary tables are never saved; they are computed from their base"),
     "use_cpu_initialization": Hint("bool", False, "starting weights do not depend on the device they are made on"),
-    "pipe_partition_method": Hint("str", "type:transformer|mlp", "with one stage there is nothing to partition"),
     "synchronize_each_layer": Hint("bool", False, "recomputation never synchronises with the device"),
     "partition_activations": Hint("bool", False, "activations are partitioned over tensor ranks, and there is one"),
     "contiguous_checkpointing": Hint("bool", False, "activations to recompute from are kept as they are"),
@@ -211,7 +221,6 @@ HINTS: dict[str, Hint] = {
     "zero_reduce_bucket_size": Hint("int", None, _ZERO_BUCKETS),
     "zero_allgather_bucket_size": Hint("int", None, _ZERO_BUCKETS),
     "short_seq_prob": Hint("float", 0.1, "this only concerns masked language models"),
-    "is_pipe_parallel": Hint("bool", False, _LAUNCHER),
     "local_rank": Hint("int", None, _LAUNCHER),
     "rank": Hint("int", None, _LAUNCHER),
     "lazy_mpu_init": Hint("bool", False, _LAUNCHER),
@@ -219,23 +228,32 @@ HINTS: dict[str, Hint] = {
     "user_script": Hint("str", None, _LAUNCHER),
     "config_files": Hint("dict", None, _LAUNCHER),
     "git_hash": Hint("str", None, _LAUNCHER),
-    "do_train": Hint("bool", None, _LAUNCHER),
-    "do_valid": Hint("bool", None, _LAUNCHER),
-    "do_test": Hint("bool", None, _LAUNCHER),
     "onnx_safe": Hint("bool", False, "nothing is exported to ONNX"),
 }
 
-# Arguments of which some values change nothing and the others are not supported.
-PARTLY_SUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "attention_config": (lambda value: _attention_kinds(value) <= {"flash", "global"}, _SDPA),
-    "data_impl": (lambda value: value in ("infer", "mmap"), "token files are always memory-mapped"),
-    "dynamic_loss_scale": (lambda value: value is True, "the loss scale is dynamic unless loss_scale is set"),
+PARTLY_SUPPORTED: dict[str, PartlySupported] = {
+    "attention_config": PartlySupported(lambda value: _is_plain_attention(value), None, _SDPA),
+    "data_impl": PartlySupported(
+        lambda value: value in ("infer", "mmap"), "infer", "token files are always memory-mapped"
+    ),
+    "dynamic_loss_scale": PartlySupported(
+        lambda value: value is True, None, "the loss scale is dynamic unless loss_scale is set"
+    ),
+    "is_pipe_parallel": PartlySupported(lambda value: value is False, False, _LAUNCHER),
+    "do_train": PartlySupported(lambda value: value is True, None, _LAUNCHER),
+    "do_valid": PartlySupported(lambda value: value is True, None, _LAUNCHER),
+    "do_test": PartlySupported(lambda value: value is True, None, _LAUNCHER),
+    "pipe_partition_method": PartlySupported(
+        lambda value: value in ("uniform", "parameters") or str(value).startswith("type:"),
+        "type:transformer|mlp",
+        "with one stage there is nothing to partition",
+    ),
 }
 
 
-def _attention_kinds(value: Any) -> set[str]:
-    """The kinds in NeoX's `[[["flash"], 12]]`; the value's own text where it is of another form."""
+def _is_plain_attention(value: Any) -> bool:
+    """Whether a value is NeoX's `[[["flash"], 12]]`, with no kind of attention in it that sees other tokens."""
     try:
-        return {kind for kinds, _ in value for kind in kinds}
+        return all({*kinds} <= {"flash", "global"} and (count == "all" or count >= 1) for kinds, count in value)
     except (TypeError, ValueError):
-        return {repr(value)}
+        return False

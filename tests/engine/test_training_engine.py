@@ -48,8 +48,7 @@ def _train(rank, accumulation, num_steps):
         results = [engine.train_batch(micro_batches(step, rank, accumulation)) for step in range(1, num_steps + 1)]
         rows = [(float(result.loss), float(result.grad_norm), result.learning_rate) for result in results]
         weights = {name: parameter.detach().clone() for name, parameter in engine.module.model.named_parameters()}
-        hidden = [result.communication.exposed_s <= result.communication.grad_reduce_s * 1.5 for result in results]
-        runs.append((rows, weights, all(hidden)))
+        runs.append((rows, weights))
         engine.close()
     return runs
 
@@ -57,7 +56,7 @@ def _train(rank, accumulation, num_steps):
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (3, 2)])
 def test_training_equals_plain_torch_in_one_process_and_on_equals_off(world_size, accumulation):
     losses, norms, expected = _plain_torch(5, accumulation, world_size)
-    for (rows_on, weights_on, _), (rows_off, weights_off, _) in run_ranks(world_size, _train, accumulation, 5):
+    for (rows_on, weights_on), (rows_off, weights_off) in run_ranks(world_size, _train, accumulation, 5):
         assert rows_on == rows_off
         assert_same_bits(weights_on, weights_off)
         assert [row[0] for row in rows_on] == pytest.approx(losses, rel=1e-5)

@@ -173,7 +173,18 @@ def test_second_names_and_nested_values_end_in_their_fields():
         ({"lr_decay_iters": 10, "lr_decay_fraction": 0.5}, ["lr_decay_iters", "lr_decay_fraction"]),
         ({"checkpoint_factor": 1.5}, ["checkpoint_factor"]),
         ({"check_for_nan_in_grad": True, "precision": "fp16"}, ["check_for_nan_in_grad"]),
-        ({"attention_config": [[["sparse_fixed"], 2]]}, ["attention_config", "sparse_fixed"]),
+        *(
+            ({"attention_config": [[[kind], 2]]}, ["attention_config", kind])
+            for kind in ("sparse_fixed", "sparse_variable", "local", "bigbird", "bslongformer", "gmlp", "amlp")
+        ),
+        *(({"attention_config": [[[kind], 2]]}, ["attention_config", kind]) for kind in ("mamba", "rwkv")),
+        ({"attention_config": [[["flash"], -5]]}, ["attention_config"]),
+        ({"attention_config": "flash"}, ["attention_config"]),
+        ({"is_pipe_parallel": True}, ["is_pipe_parallel"]),
+        ({"do_train": False}, ["do_train"]),
+        ({"do_valid": False}, ["do_valid"]),
+        ({"do_test": False}, ["do_test"]),
+        ({"pipe_partition_method": "junk"}, ["pipe_partition_method", "junk"]),
         ({"data_impl": "cached"}, ["data_impl", "cached"]),
         ({"sequence_parallel": True}, ["sequence_parallel", "not supported here yet"]),
         ({"momentum": 0.9}, ["momentum", "adam"]),
