@@ -1,16 +1,17 @@
 """Hooks, readiness and order: when each bucket of gradients is launched.
 
-A step goes `begin_step`, backward passes, `arm` before the last of them, `finish` after it. With `overlap` the hooks of
-the armed backward launch each bucket as soon as it and all buckets before it are ready; without it `finish` launches
-them. Nothing else differs: buckets, order, collectives and arithmetic are those of the plan, so the two are bit for bit
-the same.
+A step goes `begin_step`, a `backward_pass` for each micro-batch, `finish`. With `overlap` the hooks of the last
+backward launch each bucket as soon as it and all buckets before it are ready; without it `finish` launches them.
+Nothing else differs: buckets, order, collectives and arithmetic are those of the plan, so the two are bit for bit the
+same.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -24,8 +25,10 @@ _log = logging.getLogger(__name__)
 
 class _Phase(enum.Enum):
     IDLE = "no step is open"
-    ACCUMULATING = "a step is open and its boundary is still to come"
-    BOUNDARY = "the last backward of the step may launch buckets"
+    OPEN = "a step waits for its next backward"
+    ACCUMULATING = "a backward before the last of the step runs"
+    BOUNDARY = "the last backward of the step runs"
+    COMPLETE = "the last backward of the step has ended"
     REDUCED = "the averaged gradients are in place"
 
 
@@ -71,7 +74,7 @@ class GradReducer:
 
     def begin_step(self) -> None:
         """Open a step. Gradients left by anything that ran in between are dropped."""
-        if self._phase in (_Phase.ACCUMULATING, _Phase.BOUNDARY):
+        if self._in_step:
             raise RuntimeError(f"begin_step() while {self._phase.value}: the step before was never finished")
         self._check_trained()
         for parameter in self._parameters.values():
@@ -80,12 +83,18 @@ class GradReducer:
             bucket.begin_step()
         self._pending = {bucket.plan.index: set(bucket.views) for bucket in self._buckets}
         self._next_to_launch = 0
-        self._phase = _Phase.ACCUMULATING
+        self._phase = _Phase.OPEN
 
-    def arm(self) -> None:
-        """Declare the next backward to be the last of the step: its gradients are final."""
-        self._expect(_Phase.ACCUMULATING, "arm()")
-        self._phase = _Phase.BOUNDARY
+    @contextmanager
+    def backward_pass(self, *, is_boundary: bool) -> Iterator[None]:
+        """Take the gradients of the backward that runs inside; those of the boundary, the last of the step, are final.
+
+        A backward that runs outside belongs to somebody else and counts as nothing.
+        """
+        self._expect(_Phase.OPEN, "backward_pass()")
+        self._phase = _Phase.BOUNDARY if is_boundary else _Phase.ACCUMULATING
+        yield
+        self._phase = _Phase.COMPLETE if is_boundary else _Phase.OPEN
 
     def finish(self) -> None:
         """Launch what no hook launched, wait for everything, and leave each averaged gradient in its place.
@@ -94,7 +103,7 @@ class GradReducer:
         """
         if self._phase is _Phase.REDUCED:
             return
-        self._expect(_Phase.BOUNDARY, "finish()")
+        self._expect(_Phase.COMPLETE, "finish()")
         self._name_missing()
         self._launch_up_to(len(self._buckets))
         for bucket in self._buckets:
@@ -111,7 +120,7 @@ class GradReducer:
         Every bucket is launched on every rank in every step, so the ones still to come are launched here too, filled
         with NaN: no rank will take the step. Errors of the collectives are logged; the caller raises the original one.
         """
-        if self._phase not in (_Phase.ACCUMULATING, _Phase.BOUNDARY):
+        if not self._in_step:
             return
         self._phase = _Phase.IDLE
         try:
@@ -192,6 +201,10 @@ class GradReducer:
             bucket.launch()
 
     # Checks
+
+    @property
+    def _in_step(self) -> bool:
+        return self._phase not in (_Phase.IDLE, _Phase.REDUCED)
 
     def _expect(self, phase: _Phase, call: str) -> None:
         if self._phase is not phase:

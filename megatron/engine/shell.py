@@ -4,7 +4,7 @@ The seams, each with a test that fails when a new DeepSpeed moves it (tests/engi
 
 - `deepspeed.initialize` accepts an fp32 module and a torch optimizer instance, and makes a `DeepSpeedEngine` whose
   class can be swapped for a subclass;
-- `allreduce_gradients` is called once after each backward, and `is_gradient_accumulation_boundary` tells the last;
+- `allreduce_gradients` is what reduces after a backward;
 - `deepspeed.ops.__compatible_ops__` decides whether a shared-memory collective is compiled at start;
 - at the boundary `step` calls the optimizer's `step` once and then drops `.grad`.
 """
@@ -39,12 +39,8 @@ class UpdateSeam(torch.optim.Optimizer):
 class ShellEngine(DeepSpeedEngine):
     """A `DeepSpeedEngine` whose gradient reduction is somebody else's."""
 
-    finish_reduction: Callable[[], None]
-
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Finish the reduction that the hooks started, where DeepSpeed would start and finish its own."""
-        if self.is_gradient_accumulation_boundary():
-            self.finish_reduction()
+        """Do nothing, where DeepSpeed would reduce: the hooks of our reducer are at it."""
 
 
 def initialize_shell(module: torch.nn.Module, config: Mapping[str, Any]) -> tuple[ShellEngine, UpdateSeam]:

@@ -51,7 +51,6 @@ class TrainingEngine:
         self.num_micro_batches: int = shell.gradient_accumulation_steps()
         self._device: torch.device = shell.device
         self._outcome: UpdateOutcome | None = None
-        shell.finish_reduction = reducer.finish
         seam.connect(self._update)
 
     def train_batch(self, micro_batches: Iterator[OnDevice], *, stop_requested: bool = False) -> StepResult:
@@ -85,9 +84,11 @@ class TrainingEngine:
         total = torch.zeros((), device=self._device)
         for index in range(self.num_micro_batches):
             loss = self._shell(next(micro_batches).to(self._device))
-            if index == self.num_micro_batches - 1:
-                self._reducer.arm()
-            self._shell.backward(self.optimizer.scale_loss(loss))
+            is_boundary = index == self.num_micro_batches - 1
+            with self._reducer.backward_pass(is_boundary=is_boundary):
+                self._shell.backward(self.optimizer.scale_loss(loss))
+            if is_boundary:
+                self._reducer.finish()
             self._shell.step()
             total += loss.detach()
         return total / self.num_micro_batches

@@ -73,8 +73,8 @@ def _times(rank):
     launched_during_backward = []
     trainer.reducer.begin_step()
     loss = loss_of(trainer.model, tokens_of(1, 0, rank))
-    trainer.reducer.arm()
-    loss.backward()
+    with trainer.reducer.backward_pass(is_boundary=True):
+        loss.backward()
     launched_during_backward = [times.index for times in trainer.reducer.bucket_times if times.launched is not None]
     trainer.reducer.finish()
     return (

@@ -98,10 +98,10 @@ def _late_firing(rank):
     trainer = Trainer(Options(bucket_elements=1))
     trainer.reducer.begin_step()
     loss = loss_of(trainer.model, tokens_of(1, 0, rank))
-    trainer.reducer.arm()
-    loss.backward(retain_graph=True)
     try:
-        loss.backward()
+        with trainer.reducer.backward_pass(is_boundary=True):
+            loss.backward(retain_graph=True)
+            loss.backward()
     except RuntimeError as error:
         message = str(error)
     trainer.reducer.abort()

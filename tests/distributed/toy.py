@@ -141,9 +141,8 @@ class Trainer:
         total = 0.0
         for micro_batch in range(self.options.accumulation):
             loss = self.loss_of(self.model, tokens_of(step, micro_batch, self.rank)) / self.options.accumulation
-            if micro_batch == self.options.accumulation - 1:
-                self.reducer.arm()
-            self.optimizer.scale_loss(loss).backward()
+            with self.reducer.backward_pass(is_boundary=micro_batch == self.options.accumulation - 1):
+                self.optimizer.scale_loss(loss).backward()
             total += float(loss.detach())
             if after_backward is not None:
                 after_backward(micro_batch)

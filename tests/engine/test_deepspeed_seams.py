@@ -19,7 +19,7 @@ def _calls_of_a_step(rank):
     """Record what DeepSpeed calls in one step of three micro-batches."""
     shell, seam = initialize_shell(torch.nn.Linear(2, 2), CONFIG)
     calls = []
-    shell.finish_reduction = lambda: calls.append("reduce")
+    shell.allreduce_gradients = lambda *_: calls.append("reduce")
     seam.connect(lambda: calls.append("update"))
     for index in range(3):
         shell.backward(shell(torch.ones(1, 2)).sum())
@@ -30,10 +30,10 @@ def _calls_of_a_step(rank):
     return calls, gradient_kept, shell.module.weight.grad is None, type(shell) is ShellEngine
 
 
-def test_contract_38_reduction_and_update_run_once_at_the_boundary_and_in_this_order():
+def test_contract_38_deepspeed_would_reduce_in_our_place_and_updates_once_at_the_boundary():
     for calls, kept, dropped, swapped in run_ranks(2, _calls_of_a_step):
         assert calls == [
-            *("backward 0", "step 0", "backward 1", "step 1"),
+            *("reduce", "backward 0", "step 0", "reduce", "backward 1", "step 1"),
             *("reduce", "backward 2", "update", "step 2"),
         ]
         assert kept and dropped and swapped
