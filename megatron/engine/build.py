@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
+from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionGroup, ReductionPlan, plan_buckets
 from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
 from megatron.engine.rehearsal import rehearse
@@ -22,7 +23,9 @@ from megatron.engine.shell import initialize_shell
 from megatron.engine.training_engine import OnDevice, TrainingEngine
 from megatron.mpu.grid import ParallelGrid
 from megatron.optimizer.choice import UpdateRule
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, master_weights
+from megatron.optimizer.global_norm import GlobalNorm
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.weights import cast_parameters, shard_weights
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +35,14 @@ DEFAULT_BUCKET_ELEMENTS = 1_000_000
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """When and how gradients are reduced. `bucket_elements` None leaves the size to the default."""
+    """When and how gradients are reduced. `bucket_elements` None leaves the size to the default.
+
+    `zero_stage` 0 reduces whole gradients, 1 gives each rank its shard of them, 2 does so after every micro-batch.
+    """
 
     overlap: bool
     arithmetic: ReductionArithmetic
+    zero_stage: int = 0
     bucket_elements: int | None = None
     check_for_nan: bool = False
 
@@ -57,12 +64,16 @@ def build_engine(
     """
     shell, seam = initialize_shell(module, deepspeed_config)
     parameters = dict(module.named_parameters())
-    masters = master_weights(parameters, dtype)
-    trained = {name: parameters[name] for name in masters}
-    group = ReductionGroup("data", grid.data.size, grid.data.size, grid.data.handle)
+    weights = cast_parameters(parameters, dtype)
+    trained = {name: parameters[name] for name in weights.masters}
+    group = ReductionGroup("data", grid.data.size, grid.data.size, grid.data.rank, grid.data.handle)
     order = agree_on_order(rehearse(module, rehearsal_batch.to(shell.device), trained), group.handle)
     plan = plan_buckets(
-        order, trained, lambda _: group, bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS
+        order,
+        trained,
+        lambda _: group,
+        bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
+        sharded=reduction.zero_stage >= 1,
     )
     check_plans_agree(plan, group.handle)
     _log_plan(plan, reduction)
@@ -71,16 +82,20 @@ def build_engine(
         plan,
         arithmetic=reduction.arithmetic,
         overlap=reduction.overlap,
+        scatter_every_backward=reduction.zero_stage >= 2,
         check_for_nan=reduction.check_for_nan,
     )
+    gather = ParameterGather(parameters, plan)
+    weights = shard_weights(weights, gather)
     optimizer = MixedPrecisionOptimizer(
-        parameters,
-        masters,
+        weights,
         reducer,
-        inner=update.build_inner(masters),
+        inner=update.build_inner(weights),
         schedule=update.schedule,
         loss_scale=update.loss_scale,
         max_norm=update.max_norm,
+        norm=GlobalNorm(shell.device, group=group.handle if reduction.zero_stage >= 1 else None),
+        gather=gather,
     )
     return TrainingEngine(shell, seam, reducer, optimizer, grid.data)
 

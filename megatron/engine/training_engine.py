@@ -60,15 +60,16 @@ class TrainingEngine:
         that one of them wants to stop. An exception leaves nothing in flight, and the parameters as they were.
         """
         self._shell.train()
-        self._reducer.begin_step()
+        self._reducer.begin_step(self.num_micro_batches)
         try:
             loss = self._run_micro_batches(micro_batches)
         except Exception:  # an interrupt ends the process: waiting for other ranks would only delay it
-            self._reducer.abort()
+            if self._reducer.abort():
+                self.optimizer.abandon_step()
+                self._sum_over_data_ranks(float("nan"), 0.0)
             raise
         assert self._outcome is not None, "DeepSpeed made no optimizer step at the boundary"
         shared = self._sum_over_data_ranks(loss, float(stop_requested))
-        buckets = self._reducer.bucket_times
         return StepResult(
             loss=shared[0] / self._data_group.size,
             grad_norm=self._outcome.grad_norm,
@@ -76,7 +77,7 @@ class TrainingEngine:
             loss_scale=self._outcome.loss_scale,
             skipped=self._outcome.skipped,
             stop_requested=shared[1],
-            communication=StepCommunication(buckets) if self._data_group.size > 1 else None,
+            communication=StepCommunication(self._reducer.collectives) if self._data_group.size > 1 else None,
         )
 
     def _run_micro_batches(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:
@@ -84,10 +85,9 @@ class TrainingEngine:
         total = torch.zeros((), device=self._device)
         for index in range(self.num_micro_batches):
             loss = self._shell(next(micro_batches).to(self._device))
-            is_boundary = index == self.num_micro_batches - 1
-            with self._reducer.backward_pass(is_boundary=is_boundary):
+            with self._reducer.backward_pass():
                 self._shell.backward(self.optimizer.scale_loss(loss))
-            if is_boundary:
+            if index == self.num_micro_batches - 1:
                 self._reducer.finish()
             self._shell.step()
             total += loss.detach()
