@@ -21,7 +21,8 @@ from megatron.data_parallel.exchange import BufferPool
 from megatron.data_parallel.exposure import CollectiveTimes, clock_for
 from megatron.data_parallel.grad_bucket import GradBucket
 from megatron.data_parallel.partition import BucketPlan, ReductionPlan
-from megatron.errors import DivergenceError
+from megatron.data_parallel.roll_call import RollCall
+from megatron.errors import DivergenceError, LostRankError
 
 _log = logging.getLogger(__name__)
 
@@ -50,16 +51,19 @@ class GradReducer:
         overlap: bool,
         scatter_every_backward: bool = False,
         check_for_nan: bool = False,
+        roll_call: RollCall | None = None,
     ) -> None:
         self.overlap = overlap
         self._parameters = dict(parameters)
         self._check_for_nan = check_for_nan
+        self._roll_call = roll_call
         self._phase = _Phase.IDLE
         self._buckets = self._make_buckets(plan, arithmetic, scatter_every_backward)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         self._passes_left = 0
         self._launches: list[GradBucket] = []
         self._next_to_launch = 0
+        self._num_launches = 0
         self._pending: dict[int, set[str]] = {}
         self._named_as_missing: set[str] = set()
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
@@ -124,7 +128,8 @@ class GradReducer:
         self._launch_up_to(len(self._launches))
         if not self.overlap:
             for bucket in self._launches:
-                bucket.wait()
+                with self._explained(bucket):
+                    bucket.wait()
         self._phase = _Phase.OPEN
 
     def finish(self) -> None:
@@ -161,7 +166,7 @@ class GradReducer:
                 self._open_launches()
                 self._launch_spoiled()
             self._wait_for_all()
-        except RuntimeError as error:
+        except (RuntimeError, LostRankError) as error:
             _log.warning("gradient reductions in flight could not be completed after a failed step: %s", error)
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -245,7 +250,9 @@ class GradReducer:
             if self._check_for_nan:
                 self._refuse_nonfinite(bucket)
             self._next_to_launch += 1
-            bucket.launch()
+            with self._explained(bucket):
+                bucket.launch()
+            self._num_launches += 1
 
     def _launch_spoiled(self) -> None:
         for bucket in self._launches[self._next_to_launch :]:
@@ -256,11 +263,30 @@ class GradReducer:
     def _wait_for_all(self) -> None:
         """Wait for every bucket: backends complete collectives out of order."""
         for bucket in self._buckets:
-            bucket.start_last_stage()
+            with self._explained(bucket):
+                bucket.start_last_stage()
         for bucket in self._buckets:
-            bucket.wait()
+            with self._explained(bucket):
+                bucket.wait()
 
     # Checks
+
+    @contextmanager
+    def _explained(self, bucket: GradBucket) -> Iterator[None]:
+        """Turn the failure of a collective into a LostRankError that names bucket, parameters and missing ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            handle = bucket.plan.group.handle
+            if self._roll_call is None or handle is None:
+                raise
+            names = list(bucket.parameters)
+            missing = self._roll_call.absent(torch.distributed.get_process_group_ranks(handle), self._num_launches)
+            raise LostRankError(
+                f"rank {torch.distributed.get_rank()}: gradient bucket {bucket.plan.index} of group "
+                f"{bucket.plan.group.name} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) was not "
+                f"reduced: {missing} ({str(error).splitlines()[0]})"
+            ) from error
 
     @property
     def _in_step(self) -> bool:

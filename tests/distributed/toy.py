@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron.data_parallel.ready_order import (
     complete_ready_order,
     record_ready_order,
 )
+from megatron.data_parallel.roll_call import RollCall
 from megatron.optimizer.global_norm import GlobalNorm
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.loss_scale import LossScale
@@ -101,14 +103,15 @@ class Trainer:
         loss_scale: LossScale | None = None,
         rehearse: bool = True,
         loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+        roll_call: RollCall | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.options = options
         self.loss_of = loss_of
         self.model = model if model is not None else ToyModel(tied=options.tied)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.group = ReductionGroup(
-            "data", self.size, self.size, self.rank, dist.group.WORLD if self.size > 1 else None
-        )
+        handle = dist.new_group(timeout=timeout) if timeout is not None else dist.group.WORLD
+        self.group = ReductionGroup("data", self.size, self.size, self.rank, handle if self.size > 1 else None)
         named = dict(self.model.named_parameters())
         weights = cast_parameters(named, options.dtype)
         self.parameters = {name: parameter for name, parameter in named.items() if name in weights.masters}
@@ -120,6 +123,7 @@ class Trainer:
             overlap=options.overlap,
             scatter_every_backward=options.zero_stage >= 2,
             check_for_nan=options.check_for_nan,
+            roll_call=roll_call,
         )
         self.gather = ParameterGather(named, self.plan)
         weights = shard_weights(weights, self.gather)
