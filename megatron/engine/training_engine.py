@@ -77,7 +77,8 @@ class TrainingEngine:
             loss_scale=self._outcome.loss_scale,
             skipped=self._outcome.skipped,
             stop_requested=shared[1],
-            communication=StepCommunication(self._reducer.collectives) if self._data_group.size > 1 else None,
+            grad_reduce=StepCommunication.of(self._reducer.collectives),
+            param_gather=StepCommunication.of(self.optimizer.gathers),
         )
 
     def _run_micro_batches(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.data_parallel.exposure import CollectiveTimes
 from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.data_parallel.param_gather import ParameterGather
 from megatron.errors import DivergenceError
@@ -189,6 +190,11 @@ class MixedPrecisionOptimizer:
         self._num_updates, self._num_skipped = progress.num_updates, progress.num_skipped
         if self._loss_scale is not None:
             self._loss_scale.restore(progress.loss_scale)
+
+    @property
+    def gathers(self) -> list[CollectiveTimes]:
+        """When the parameters of the last step were gathered, by bucket; empty where all of them are whole."""
+        return [] if self._gather is None else self._gather.collectives
 
     @property
     def shards(self) -> Mapping[str, range] | None:
