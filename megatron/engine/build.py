@@ -15,11 +15,14 @@ import torch
 
 from megatron.data_parallel.grad_bucket import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
-from megatron.data_parallel.partition import ReductionGroup, ReductionPlan, plan_buckets
+from megatron.data_parallel.partition import ReductionPlan, plan_buckets
 from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
+from megatron.engine.executor import Executor, OnDevice
+from megatron.engine.one_stage import OneStage
+from megatron.engine.pipeline import PipelineStage
+from megatron.engine.reduction_groups import ReductionGroups, tied_weight
 from megatron.engine.rehearsal import rehearse
-from megatron.engine.shell import initialize_shell
-from megatron.engine.training_engine import OnDevice, TrainingEngine
+from megatron.engine.training_engine import TrainingEngine
 from megatron.mpu.grid import ParallelGrid
 from megatron.optimizer.choice import UpdateRule
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, master_weights
@@ -52,19 +55,22 @@ def build_engine(
 ) -> TrainingEngine:
     """Return an engine that trains `module`, an fp32 module that maps a micro-batch to its mean loss.
 
+    With several pipeline stages it is this rank's stage, a `StageModule`.
+
     Collective over the world. Parameters are cast to `dtype` in place. `rehearsal_batch` is a synthetic micro-batch of
     the size that training uses.
     """
-    shell, seam = initialize_shell(module, deepspeed_config)
+    executor = build_executor(module, grid, deepspeed_config)
     parameters = dict(module.named_parameters())
     masters = master_weights(parameters, dtype)
     trained = {name: parameters[name] for name in masters}
-    group = ReductionGroup("data", grid.data.size, grid.data.size, grid.data.handle)
-    order = agree_on_order(rehearse(module, rehearsal_batch.to(shell.device), trained), group.handle)
+    groups = ReductionGroups(grid, tied_weight(module))
+    seen = rehearse(lambda: executor.rehearsal_loss(rehearsal_batch), trained)
+    order = groups.tied_last(agree_on_order(seen, grid.data.handle))
     plan = plan_buckets(
-        order, trained, lambda _: group, bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS
+        order, trained, groups.group_of, bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS
     )
-    check_plans_agree(plan, group.handle)
+    check_plans_agree(plan, grid.data.handle)
     _log_plan(plan, reduction)
     reducer = GradReducer(
         parameters,
@@ -82,7 +88,14 @@ def build_engine(
         loss_scale=update.loss_scale,
         max_norm=update.max_norm,
     )
-    return TrainingEngine(shell, seam, reducer, optimizer, grid.data)
+    return TrainingEngine(executor, reducer, optimizer, grid)
+
+
+def build_executor(module: torch.nn.Module, grid: ParallelGrid, deepspeed_config: Mapping[str, Any]) -> Executor:
+    """Return what runs `module`. Collective over the world."""
+    if grid.pipe.size == 1:
+        return OneStage(module, grid, deepspeed_config)
+    return PipelineStage(module, grid, deepspeed_config)
 
 
 def _log_plan(plan: ReductionPlan, reduction: ReductionSettings) -> None:
