@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe import LayerSpec, PipelineModule, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron.engine.executor import GradientPath, OnDevice, mean_loss
-from megatron.engine.shell import initialize_deepspeed, quiet
+from megatron.engine.shell import deepspeed_arranging, initialize_deepspeed
 from megatron.mpu.grid import ParallelGrid
 
 _log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def _initialize(module: Any, grid: ParallelGrid, config: Mapping[str, Any]) -> t
     """
     layers: list[Any] = [LayerSpec(torch.nn.Identity)] * grid.pipe.size
     layers[grid.pipe.rank] = module.stage
-    with quiet():
+    with deepspeed_arranging():
         pipeline_module = PipelineModule(
             layers,
             topology=grid.topology,

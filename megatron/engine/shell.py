@@ -88,12 +88,13 @@ def deepspeed_grid(grid: ParallelGrid) -> PipelineParallelGrid | None:
     """
     if grid.tensor.size == 1:
         return None
-    with quiet():
+    with deepspeed_arranging():
         return PipelineParallelGrid(topology=grid.topology)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep off stdout what DeepSpeed prints while it arranges ranks and layers."""
+def deepspeed_arranging() -> Iterator[None]:
+    """Let DeepSpeed arrange ranks or layers before `initialize`: its communication is up, and its prints go nowhere."""
+    deepspeed.init_distributed(dist_init_required=False)
     with contextlib.redirect_stdout(io.StringIO()):
         yield
