@@ -70,8 +70,7 @@ def initialize_deepspeed(
 
     `mpu` None: all ranks are data ranks, or, of a PipelineModule, what its own grid says.
     """
-    # A C++ extension that only DeepSpeed's inference calls would be compiled now, on every machine and for a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _start_communication()
     # DeepSpeed keeps the grid of the last engine in its module and would take it for one that comes without.
     deepspeed.utils.groups.mpu = None
     seam = UpdateSeam([parameter for parameter in module.parameters() if parameter.requires_grad])
@@ -95,6 +94,13 @@ def deepspeed_grid(grid: ParallelGrid) -> PipelineParallelGrid | None:
 @contextmanager
 def deepspeed_arranging() -> Iterator[None]:
     """Let DeepSpeed arrange ranks or layers before `initialize`: its communication is up, and its prints go nowhere."""
-    deepspeed.init_distributed(dist_init_required=False)
+    _start_communication()
     with contextlib.redirect_stdout(io.StringIO()):
         yield
+
+
+def _start_communication() -> None:
+    """Have DeepSpeed take over the default process group; it does nothing the second time."""
+    # A C++ extension that only DeepSpeed's inference calls would be compiled now, on every machine and for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -75,11 +76,12 @@ class ParallelGrid:
         return (self.pipe, self.data, self.tensor, self.stage, self.model, *([self.tied] if self.tied else []))
 
 
-def build_grid(*, pipe_parallel_size: int, model_parallel_size: int) -> ParallelGrid:
+def build_grid(*, pipe_parallel_size: int, model_parallel_size: int, timeout: timedelta | None = None) -> ParallelGrid:
     """Arrange all ranks of the initialised default group; the data axis takes what the other two leave.
 
     Collective over the world: every rank must call it, at the same point. Tensor ranks are neighbours, then data ranks,
-    then stages, as DeepSpeed's `PipeModelDataParallelTopology` lays them out.
+    then stages, as DeepSpeed's `PipeModelDataParallelTopology` lays them out. A collective of a group fails after
+    `timeout`; None is the backend's default, whatever the default group has.
 
     Raises ConfigError when the world size is not a multiple of pipe x tensor.
     """
@@ -93,7 +95,7 @@ def build_grid(*, pipe_parallel_size: int, model_parallel_size: int) -> Parallel
     topology = PipeModelDataParallelTopology(
         num_pp=pipe_parallel_size, num_mp=model_parallel_size, num_dp=world_size // model_ranks
     )
-    groups = _GroupMaker(topology)
+    groups = _GroupMaker(topology, timeout)
     return ParallelGrid(
         topology=topology,
         pipe=groups.along("pipe"),
@@ -108,8 +110,9 @@ def build_grid(*, pipe_parallel_size: int, model_parallel_size: int) -> Parallel
 class _GroupMaker:
     """Creates groups, on all ranks in the same order. Two groups of the same ranks share one communicator."""
 
-    def __init__(self, topology: PipeModelDataParallelTopology) -> None:
+    def __init__(self, topology: PipeModelDataParallelTopology, timeout: timedelta | None) -> None:
         self._topology = topology
+        self._timeout = timeout
         self._handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def along(self, *axes: str) -> AxisGroup:
@@ -136,7 +139,7 @@ class _GroupMaker:
         mine: AxisGroup | None = None
         for line in map(tuple, lines.values()):
             if line not in self._handles:
-                self._handles[line] = dist.new_group(list(line)) if len(line) > 1 else None
+                self._handles[line] = dist.new_group(list(line), timeout=self._timeout) if len(line) > 1 else None
             if me in line:
                 mine = AxisGroup(axis=name, ranks=line, rank=line.index(me), handle=self._handles[line])
         return mine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,7 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     grid = build_grid(
         pipe_parallel_size=args.parallelism.pipe_parallel_size,
         model_parallel_size=args.parallelism.model_parallel_size,
+        timeout=timedelta(seconds=args.parallelism.distributed_timeout_seconds),
     )
     warm_up(grid, device)
     tokenizer = build_tokenizer(args.data.tokenizer_type, args.data.vocab_file, args.data.merge_file)

@@ -60,7 +60,8 @@ def step_batches(step, data_rank, accumulation, **shape):
 
 def weights_of(engine):
     return {
-        name.removeprefix("decoder."): parameter.detach().clone() for name, parameter in engine.module.named_parameters()
+        name.removeprefix("decoder."): parameter.detach().clone()
+        for name, parameter in engine.module.named_parameters()
     }
 
 
