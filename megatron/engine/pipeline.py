@@ -1,7 +1,7 @@
 """The executor of one stage of several: DeepSpeed's pipeline engine runs its schedule, and we own the gradients.
 
 DeepSpeed keeps the one-forward-one-backward schedule and the sends and receives between stages. The seams, each with a
-test that fails when a new DeepSpeed moves it (tests/engine/test_deepspeed_seams.py):
+test that fails when a new DeepSpeed moves it (tests/engine/test_pipeline_seams.py):
 
 - `PipelineModule` takes ready modules, and specs of what other ranks build;
 - an engine looks its instructions up in `_INSTRUCTION_MAP`, which an instance may have for itself;
