@@ -66,6 +66,11 @@ class LayerSpec:
             return None
         return {"embedding": EMBEDDING_WEIGHT, "head": HEAD_WEIGHT}.get(self.kind)
 
+    @property
+    def is_tied_head(self) -> bool:
+        """Whether this is a head whose weight is the embedding's, which counts once however many stages hold it."""
+        return self.kind == "head" and self.tied_weight is not None
+
     def _construct(self) -> nn.Module:
         if self.kind == "embedding":
             return Embedding(self.args, self.tensor_parallel)
@@ -94,15 +99,18 @@ def decoder_layers(args: ModelArgs, *, seed: int, tensor_parallel: TensorParalle
 class Decoder(nn.Module):
     """Builds and runs one stage's consecutive layers; with all of them, the whole decoder.
 
-    Where embedding and tied head are both here they share one Parameter. With `checkpoint_activations` the blocks are
-    recomputed in backward, `checkpoint_num_layers` of them at a time, counted from the stage's first.
+    Where embedding and tied head are both here they share one Parameter; where one of them is, `weight_of_other_stage`
+    is the name of a Parameter of which the last or first stage has a copy that must stay the same. With
+    `checkpoint_activations` the blocks are recomputed in backward, `checkpoint_num_layers` of them at a time, counted
+    from the stage's first.
     """
 
     def __init__(self, specs: Sequence[LayerSpec]) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(spec.index): spec.build() for spec in specs})
-        self._tie_head(specs)
+        self.weight_of_other_stage = self._tie_head(specs)
         args = specs[0].args
+        self.hidden_size = args.hidden_size
         self.recomputes = args.checkpoint_activations
         self.has_dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
         blocks = [spec.index for spec in specs if spec.kind == "block"]
@@ -136,9 +144,18 @@ class Decoder(nn.Module):
             x = self.layers[name](x, cache)
         return x
 
-    def _tie_head(self, specs: Sequence[LayerSpec]) -> None:
-        layers = [self.layers[str(spec.index)] for spec in specs if spec.tied_weight is not None]
-        if len(layers) == 2:
-            embedding, head = layers
+    def synthetic_input(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return what `forward` takes where the model takes `tokens_BS`: those, or random x_BSH."""
+        if self.before_blocks:
+            return tokens_BS
+        dtype = next(self.parameters()).dtype
+        return torch.randn(*tokens_BS.shape, self.hidden_size, dtype=dtype, device=tokens_BS.device).requires_grad_()
+
+    def _tie_head(self, specs: Sequence[LayerSpec]) -> str | None:
+        """Let embedding and head share a weight where both are here; return its name where another stage has a copy."""
+        tied = [spec for spec in specs if spec.tied_weight is not None]
+        if len(tied) == 2:
+            embedding, head = (self.layers[str(spec.index)] for spec in tied)
             assert isinstance(embedding, Embedding) and isinstance(head, Head)
             head.final_linear.weight = embedding.word_embeddings.weight
+        return f"layers.{tied[0].index}.{tied[0].tied_weight}" if len(tied) == 1 else None

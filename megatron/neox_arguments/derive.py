@@ -47,6 +47,8 @@ def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[st
     work_out("optimizer", derive_optimizer, given("optimizer"), given("training"))
     work_out("parallelism", _grid(world_size), given("parallelism"), given("optimizer"), given("launch"))
     work_out("training", derive_training, given("training"), derived.get("parallelism"))
+    if "parallelism" in derived and "model" in derived:
+        problems.extend(_problems_of_stages(derived["parallelism"].pipe_parallel_size, derived["model"].num_layers))
     if "parallelism" in derived:
         problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
     return derived
@@ -69,6 +71,16 @@ def _world_size(given: WorldSize, launch: LaunchArgs, parallelism: ParallelismAr
     if launch.num_gpus is not None:
         return launch.num_gpus * max(launch.num_nodes, 1)
     return parallelism.world_size or max(parallelism.pipe_parallel_size, 1) * parallelism.model_parallel_size
+
+
+def _problems_of_stages(num_stages: int, num_blocks: int) -> list[str]:
+    num_layers = num_blocks + 3
+    if num_stages <= num_layers:
+        return []
+    return [
+        f"pipe_parallel_size {num_stages} is more than the {num_layers} layers there are to divide: embedding, "
+        f"num_layers {num_blocks} blocks, final norm and head"
+    ]
 
 
 def pad_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:

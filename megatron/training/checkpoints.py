@@ -63,7 +63,9 @@ class Checkpoints:
             model=self._model_values,
             parallel_sizes=ParallelSizes(self.grid.pipe.size, self.grid.tensor.size, self.grid.data.size),
         )
-        role = SaveRole.of_data_rank(dist.get_rank(), self.grid.world_size, self.grid.data.rank)
+        role = SaveRole.of_data_rank(
+            dist.get_rank(), self.grid.world_size, self.grid.data.rank, is_first_stage=self.grid.is_first_stage
+        )
         retention = Retention(self.args.keep_last_n_checkpoints, frozenset(self.args.extra_save_iters or ()))
         directory = save(Path(self.args.save), snapshot, role=role, agree=self._agree, retention=retention)
         _log.info("saved %s", directory)

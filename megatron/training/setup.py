@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron.data.loader import MicroBatchLoader, MicroBatchOrder
 from megatron.data.micro_batch import Collate, MicroBatch
 from megatron.data.tokenization_record import check_tokenizer
 from megatron.engine.build import build_engine
+from megatron.engine.stages import num_parameters, stage_specs
 from megatron.engine.training_engine import TrainingEngine
 from megatron.launch.environment import RankInfo
 from megatron.model.decoder import Decoder, decoder_layers
@@ -57,6 +59,7 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     grid = build_grid(
         pipe_parallel_size=args.parallelism.pipe_parallel_size,
         model_parallel_size=args.parallelism.model_parallel_size,
+        timeout=timedelta(seconds=args.parallelism.distributed_timeout_seconds),
     )
     warm_up(grid, device)
     tokenizer = build_tokenizer(args.data.tokenizer_type, args.data.vocab_file, args.data.merge_file)
@@ -64,8 +67,8 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     args = args.with_vocabulary(tokenizer.vocab_size)
     splits = _open_data(args, is_builder=rank.local_rank == 0)
 
-    seed_random_streams(args.training.seed, grid.data.rank)
-    model = _build_model(args)
+    seed_random_streams(args.training.seed, data_rank=grid.data.rank, stage=grid.pipe.rank)
+    model = _build_model(args, grid)
     engine = _build_engine(args, model, grid)
     checkpoints = Checkpoints(args.checkpoint, args.model, model.decoder, engine, grid, device)
     state, random_state = checkpoints.load()
@@ -115,13 +118,15 @@ def _open_data(args: NeoXArgs, *, is_builder: bool) -> Splits:
     )
 
 
-def _build_model(args: NeoXArgs) -> LanguageModel:
-    """The decoder with starting weights that depend on the seed alone, in fp32."""
-    return LanguageModel(Decoder(decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel())))
+def _build_model(args: NeoXArgs, grid: ParallelGrid) -> LanguageModel:
+    """This stage of the decoder in fp32, with starting weights that depend on the seed alone."""
+    layers = decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel())
+    _log.info("%.1f M parameters", sum(num_parameters(layer) for layer in layers if not layer.is_tied_head) / 1e6)
+    mine = stage_specs(layers, args.parallelism.pipe_partition_method, stage=grid.pipe.rank, num_stages=grid.pipe.size)
+    return LanguageModel(Decoder(mine))
 
 
 def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> TrainingEngine:
-    _log.info("%.1f M parameters", sum(parameter.numel() for parameter in model.parameters()) / 1e6)
     return build_engine(
         model,
         grid=grid,

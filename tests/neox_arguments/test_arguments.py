@@ -185,6 +185,7 @@ def test_second_names_and_nested_values_end_in_their_fields():
         ({"do_valid": False}, ["do_valid"]),
         ({"do_test": False}, ["do_test"]),
         ({"pipe_partition_method": "junk"}, ["pipe_partition_method", "junk"]),
+        ({"pipe_partition_method": "type:("}, ["pipe_partition_method", "type:("]),
         ({"data_impl": "cached"}, ["data_impl", "cached"]),
         ({"sequence_parallel": True}, ["sequence_parallel", "not supported here yet"]),
         ({"momentum": 0.9}, ["momentum", "adam"]),
@@ -209,8 +210,19 @@ def test_what_cannot_work_is_refused_by_name(changes, words):
 
 def test_processes_that_do_not_divide_are_refused_with_their_numbers():
     _refused(3, 2, world_size=3, model_parallel_size=2)
-    _refused("pipe_parallel_size", world_size=2, pipe_parallel_size=2)
+    _refused("pipe_parallel_size", 3, 2, world_size=3, pipe_parallel_size=2)
     _refused("data_parallel_size", 5, 2, world_size=2, data_parallel_size=5)
+
+
+def test_more_stages_than_layers_are_refused_with_their_numbers():
+    assert load(5, pipe_parallel_size=5, num_layers=2).parallelism.pipe_parallel_size == 5
+    _refused("pipe_parallel_size 6", "num_layers 2", "5 layers", world_size=6, pipe_parallel_size=6, num_layers=2)
+
+
+@pytest.mark.parametrize("method", ["uniform", "parameters", "type:transformer|mlp", "type:Parallel.*Pipe"])
+def test_every_partition_method_of_neox_is_taken(method):
+    assert load(pipe_partition_method=method).parallelism.pipe_partition_method == method
+    assert load().parallelism.pipe_partition_method == "type:transformer|mlp"
 
 
 def test_a_run_without_a_world_size_takes_the_hosts_or_the_smallest_that_holds_the_model():
