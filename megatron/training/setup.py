@@ -65,7 +65,7 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     splits = _open_data(args, is_builder=rank.local_rank == 0)
 
     seed_random_streams(args.training.seed, grid.data.rank)
-    model = _build_model(args)
+    model = _build_model(args, grid)
     engine = _build_engine(args, model, grid)
     checkpoints = Checkpoints(args.checkpoint, args.model, model.decoder, engine, grid, device)
     state, random_state = checkpoints.load()
@@ -115,9 +115,13 @@ def _open_data(args: NeoXArgs, *, is_builder: bool) -> Splits:
     )
 
 
-def _build_model(args: NeoXArgs) -> LanguageModel:
-    """The decoder with starting weights that depend on the seed alone, in fp32."""
-    return LanguageModel(Decoder(decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel())))
+def _build_model(args: NeoXArgs, grid: ParallelGrid) -> LanguageModel:
+    """This tensor rank's part of the decoder, in fp32; the whole's starting weights depend on the seed alone."""
+    tensor_parallel = TensorParallel(
+        grid.tensor.rank, grid.tensor.size, grid.tensor.handle, args.parallelism.sequence_parallel
+    )
+    specs = decoder_layers(args.model, seed=args.training.seed, tensor_parallel=tensor_parallel)
+    return LanguageModel(Decoder(specs), tensor_parallel)
 
 
 def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> TrainingEngine:
