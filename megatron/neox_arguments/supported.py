@@ -12,8 +12,6 @@ def check_supported(parallelism: ParallelismArgs, optimizer: OptimizerArgs) -> l
         f"{key}: {value} is not supported here yet, only {str(supported).lower()}"
         for key, value, supported in (
             ("pipe_parallel_size", parallelism.pipe_parallel_size, 1),
-            ("model_parallel_size", parallelism.model_parallel_size, 1),
-            ("sequence_parallel", parallelism.sequence_parallel, False),
             ("zero_optimization.stage", parallelism.zero_stage, 0),
         )
         if value != supported
