@@ -37,7 +37,7 @@ def start_gather(x: torch.Tensor, tensor_parallel: TensorParallel, *, dim: int) 
     """Concatenate the ranks' equal parts along `dim`, in order of rank."""
     x = x.contiguous()
     flat = x.new_empty(tensor_parallel.size * x.numel())
-    work = dist.all_gather_into_tensor(flat, x.view(-1), group=tensor_parallel.group, async_op=True)
+    work = dist.all_gather_single(flat, x.view(-1), group=tensor_parallel.group, async_op=True)
     return Pending(_started(work), lambda: _joined(flat.view(-1, *x.shape), dim))
 
 
@@ -53,7 +53,7 @@ def start_reduce_scatter(x: torch.Tensor, tensor_parallel: TensorParallel, *, di
         sum_dtype = torch.promote_types(x.dtype, torch.float32)
         return Pending(_started(work), lambda: received.sum(0, dtype=sum_dtype).to(x.dtype))
     mine = torch.empty_like(parts[0])
-    work = dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=group, async_op=True)
+    work = dist.reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True)
     return Pending(_started(work), lambda: mine)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.model.kv_cache import KVCache
+from megatron.mpu.grid import build_grid
 from megatron.mpu.mappings import gather_logits
 from megatron.mpu.tensor_parallel import NOT_SPLIT, TensorParallel, parameter_placements
 from megatron.text_generation import DecodeSettings, Sampling, generate_tokens
@@ -42,10 +43,12 @@ def _all_cases(rank):
 
 
 def _run(rank, fields, sequence_parallel, dtype=torch.float32):
-    tensor_parallel = split(rank, sequence_parallel=sequence_parallel)
+    return _outcome(fields, split(rank, sequence_parallel=sequence_parallel), dtype)
+
+
+def _outcome(fields, tensor_parallel, dtype=torch.float32):
     decoder = build(fields, tensor_parallel, dtype)
-    loss, gradients = loss_and_gradients(decoder, tensor_parallel)
-    return loss, gradients, parameter_placements(decoder)
+    return *loss_and_gradients(decoder, tensor_parallel), parameter_placements(decoder)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,21 @@ def test_four_tensor_ranks_equal_one():
         results = [rank[mode] for rank in ranks]
         assert_equal_to_one_piece(results, FOUR_WAYS)
         assert_copies_identical(results)
+
+
+TWO_MODELS = [FOUR_WAYS, CASES["tied head"]]
+
+
+def _two_by_two(rank):
+    grid = build_grid(pipe_parallel_size=1, model_parallel_size=2)
+    tensor_parallel = TensorParallel(grid.tensor.rank, grid.tensor.size, grid.tensor.handle, sequence_parallel=True)
+    return _outcome(TWO_MODELS[grid.data.rank], tensor_parallel)
+
+
+def test_two_tensor_groups_of_a_grid_do_not_mix():
+    ranks = run_ranks(4, _two_by_two)
+    for results, fields in zip((ranks[:2], ranks[2:]), TWO_MODELS, strict=True):
+        assert_equal_to_one_piece(results, fields)
 
 
 @pytest.mark.parametrize("size", [2, 4])
