@@ -16,6 +16,7 @@ from megatron.neox_arguments.optimizer import PARAMS_OF, OptimizerArgs
 from megatron.neox_arguments.parallelism import ParallelismArgs, WireDtype
 from megatron.neox_arguments.section import DERIVED
 from megatron.neox_arguments.supported import check_supported
+from megatron.neox_arguments.tensor_split import problems_of_split
 from megatron.neox_arguments.training import TrainingArgs
 
 WorldSize = int | Callable[[LaunchArgs], int] | None
@@ -51,6 +52,8 @@ def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[st
         problems.extend(_problems_of_stages(derived["parallelism"].pipe_parallel_size, derived["model"].num_layers))
     if "parallelism" in derived:
         problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
+        if "model" in derived:
+            problems.extend(problems_of_split(derived["model"], derived["parallelism"]))
     return derived
 
 

@@ -42,7 +42,8 @@ class ParallelismArgs(Section):
     model_parallel_size: PositiveInt = 1
     """Number of ranks that split each layer (tensor parallelism)."""
     sequence_parallel: bool = False
-    """Split the activations between the tensor ranks' layers along the sequence. Not supported yet."""
+    """Split what lies between the layers of tensor ranks (norms, dropout, residuals) along the sequence, for memory.
+    `seq_length` must be a multiple of `model_parallel_size`; without effect at `model_parallel_size` 1."""
     data_parallel_size: PositiveInt = DERIVED
     """Derived: world size over pipe and tensor sizes. If set, it must be just that."""
     world_size: PositiveInt = DERIVED

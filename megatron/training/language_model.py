@@ -7,6 +7,7 @@ import torch
 from megatron.data.micro_batch import MicroBatch
 from megatron.model.decoder import Decoder
 from megatron.model.loss import lm_loss
+from megatron.mpu.tensor_parallel import NOT_SPLIT, TensorParallel
 
 
 class LanguageModel(torch.nn.Module):
@@ -15,8 +16,9 @@ class LanguageModel(torch.nn.Module):
     That is with the whole decoder. With one stage's layers it is a `StageModule`, whose pieces the engine calls.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, tensor_parallel: TensorParallel = NOT_SPLIT) -> None:
         super().__init__()
+        self.tensor_parallel = tensor_parallel
         self.decoder = decoder
 
     def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -36,7 +38,7 @@ class LanguageModel(torch.nn.Module):
     def loss(self, logits_BSV: torch.Tensor, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the mean loss over the tokens whose mask is 1."""
         labels_BS, loss_mask_BS = targets
-        return lm_loss(logits_BSV, labels_BS, loss_mask_BS)
+        return lm_loss(logits_BSV, labels_BS, loss_mask_BS, tensor_parallel=self.tensor_parallel)
 
     def synthetic_input(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the tokens, or random activations where another stage turns them into such."""

@@ -24,7 +24,7 @@ from megatron.model.decoder import Decoder, decoder_layers
 from megatron.monitor.build import build_sinks
 from megatron.monitor.interval import IntervalMeter
 from megatron.mpu.grid import ParallelGrid, build_grid, warm_up
-from megatron.mpu.tensor_parallel import TensorParallel
+from megatron.mpu.tensor_parallel import NOT_SPLIT, TensorParallel
 from megatron.neox_arguments import NeoXArgs, deepspeed_config
 from megatron.neox_arguments.data import DataArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -119,11 +119,15 @@ def _open_data(args: NeoXArgs, *, is_builder: bool) -> Splits:
 
 
 def _build_model(args: NeoXArgs, grid: ParallelGrid) -> LanguageModel:
-    """This stage of the decoder in fp32, with starting weights that depend on the seed alone."""
-    layers = decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel())
-    _log.info("%.1f M parameters", sum(num_parameters(layer) for layer in layers if not layer.is_tied_head) / 1e6)
+    """This rank's part of the decoder, in fp32; the whole's starting weights depend on the seed alone."""
+    tensor_parallel = TensorParallel(
+        grid.tensor.rank, grid.tensor.size, grid.tensor.handle, args.parallelism.sequence_parallel
+    )
+    whole = decoder_layers(args.model, seed=args.training.seed, tensor_parallel=NOT_SPLIT)
+    _log.info("%.1f M parameters", sum(num_parameters(layer) for layer in whole if not layer.is_tied_head) / 1e6)
+    layers = decoder_layers(args.model, seed=args.training.seed, tensor_parallel=tensor_parallel)
     mine = stage_specs(layers, args.parallelism.pipe_partition_method, stage=grid.pipe.rank, num_stages=grid.pipe.size)
-    return LanguageModel(Decoder(mine))
+    return LanguageModel(Decoder(mine), tensor_parallel)
 
 
 def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> TrainingEngine:
