@@ -4,16 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS ?= runs
 
-.PHONY: quickstart test test-slow check install dev clean
+.PHONY: quickstart test test-slow test-matrix check install dev clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/quickstart.py --runs-dir $(RUNS)
 
 test: check
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not matrix"
 
 test-slow: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m "slow"
+
+test-matrix: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m "matrix" --timeout 3600
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

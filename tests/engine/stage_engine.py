@@ -8,14 +8,16 @@ from megatron.data.micro_batch import MicroBatch
 from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.engine.build import ReductionSettings, build_engine
 from megatron.engine.stages import stage_specs
-from megatron.model.decoder import Decoder
+from megatron.model.decoder import Decoder, decoder_layers
 from megatron.mpu.grid import build_grid
+from megatron.mpu.tensor_parallel import TensorParallel
 from megatron.optimizer.choice import UpdateRule
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.training.language_model import LanguageModel
-from tests.model.small import VOCAB_SIZE, model_args, specs
+from tests.model.small import VOCAB_SIZE, model_args
 
 BATCH, SEQUENCE = 2, 8
+SHAPE = {"hidden_size": 24, "num_layers": 3}
 
 
 def batch_of(step, micro_batch, data_rank, *, length=SEQUENCE):
@@ -25,14 +27,30 @@ def batch_of(step, micro_batch, data_rank, *, length=SEQUENCE):
 
 
 def stage_engine(
-    *, pipe=1, tied=False, overlap=True, accumulation=1, dtype=torch.float32, recompute=False, method="uniform"
+    *,
+    pipe=1,
+    tensor=1,
+    sequence=False,
+    zero=0,
+    tied=False,
+    overlap=True,
+    accumulation=1,
+    dtype=torch.float32,
+    recompute=False,
+    method="uniform",
+    loss_scale=None,
+    max_norm=0.0,
+    eps=1e-5,
+    fields=None,
 ):
     """Return an engine and its grid."""
-    grid = build_grid(pipe_parallel_size=pipe, model_parallel_size=1)
-    args = model_args(no_weight_tying=not tied, checkpoint_activations=recompute, hidden_size=24, num_layers=3)
-    mine = stage_specs(specs(args), method, stage=grid.pipe.rank, num_stages=pipe)
+    grid = build_grid(pipe_parallel_size=pipe, model_parallel_size=tensor)
+    args = model_args(no_weight_tying=not tied, checkpoint_activations=recompute, **{**SHAPE, **(fields or {})})
+    tensor_parallel = TensorParallel(grid.tensor.rank, tensor, grid.tensor.handle, sequence)
+    layers = decoder_layers(args, seed=7, tensor_parallel=tensor_parallel)
+    mine = stage_specs(layers, method, stage=grid.pipe.rank, num_stages=pipe)
     engine = build_engine(
-        LanguageModel(Decoder(mine)),
+        LanguageModel(Decoder(mine), tensor_parallel),
         grid=grid,
         deepspeed_config={
             "train_micro_batch_size_per_gpu": BATCH,
@@ -40,14 +58,14 @@ def stage_engine(
             "steps_per_print": 10**9,
         },
         dtype=dtype,
-        reduction=ReductionSettings(overlap, ReductionArithmetic(), bucket_elements=2000),
+        reduction=ReductionSettings(overlap, ReductionArithmetic(), zero_stage=zero, bucket_elements=2000),
         update=UpdateRule(
             name="adamw",
             schedule=LearningRateSchedule(1e-2, 0.0, 2, 100, "cosine"),
-            loss_scale=None,
-            max_norm=0.0,
+            loss_scale=loss_scale,
+            max_norm=max_norm,
             weight_decay=0.01,
-            eps=1e-5,
+            eps=eps,
         ),
         rehearsal_batch=batch_of(0, 0, 0),
     )
