@@ -7,14 +7,16 @@ the rehearsal their order, the order the buckets, the buckets what the optimizer
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
+from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionPlan, plan_buckets
 from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
 from megatron.engine.executor import Executor, OnDevice
@@ -25,7 +27,9 @@ from megatron.engine.rehearsal import rehearse
 from megatron.engine.training_engine import TrainingEngine
 from megatron.mpu.grid import ParallelGrid
 from megatron.optimizer.choice import UpdateRule
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, master_weights
+from megatron.optimizer.global_norm import GlobalNorm
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.weights import cast_parameters, shard_weights
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +39,14 @@ DEFAULT_BUCKET_ELEMENTS = 1_000_000
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """When and how gradients are reduced. `bucket_elements` None leaves the size to the default."""
+    """When and how gradients are reduced. `bucket_elements` None leaves the size to the default.
+
+    `zero_stage` 0 reduces whole gradients, 1 gives each rank its shard of them, 2 does so after every micro-batch.
+    """
 
     overlap: bool
     arithmetic: ReductionArithmetic
+    zero_stage: int = 0
     bucket_elements: int | None = None
     check_for_nan: bool = False
 
@@ -62,13 +70,17 @@ def build_engine(
     """
     executor = build_executor(module, grid, deepspeed_config)
     parameters = dict(module.named_parameters())
-    masters = master_weights(parameters, dtype)
-    trained = {name: parameters[name] for name in masters}
+    weights = cast_parameters(parameters, dtype)
+    trained = {name: parameters[name] for name in weights.masters}
     groups = ReductionGroups(grid, tied_weight(module))
     seen = rehearse(lambda: executor.rehearsal_loss(rehearsal_batch), trained)
     order = groups.tied_last(agree_on_order(seen, grid.data.handle))
     plan = plan_buckets(
-        order, trained, groups.group_of, bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS
+        order,
+        trained,
+        groups.group_of,
+        bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
+        sharded=reduction.zero_stage >= 1,
     )
     check_plans_agree(plan, grid.data.handle)
     _log_plan(plan, reduction)
@@ -77,16 +89,20 @@ def build_engine(
         plan,
         arithmetic=reduction.arithmetic,
         overlap=reduction.overlap,
+        scatter_every_backward=reduction.zero_stage >= 2,
         check_for_nan=reduction.check_for_nan,
     )
+    gather = ParameterGather(parameters, plan)
+    weights = shard_weights(weights, gather)
     optimizer = MixedPrecisionOptimizer(
-        parameters,
-        masters,
+        weights,
         reducer,
-        inner=update.build_inner(masters),
+        inner=update.build_inner(weights),
         schedule=update.schedule,
         loss_scale=update.loss_scale,
         max_norm=update.max_norm,
+        norm=_global_norm(executor.device, grid, groups, trained, sharded=reduction.zero_stage >= 1),
+        gather=gather,
     )
     return TrainingEngine(executor, reducer, optimizer, grid)
 
@@ -96,6 +112,20 @@ def build_executor(module: torch.nn.Module, grid: ParallelGrid, deepspeed_config
     if grid.pipe.size == 1:
         return OneStage(module, grid, deepspeed_config)
     return PipelineStage(module, grid, deepspeed_config)
+
+
+def _global_norm(
+    device: torch.device, grid: ParallelGrid, groups: ReductionGroups, trained: Collection[str], *, sharded: bool
+) -> GlobalNorm:
+    """Return the norm over all ranks that have different gradients, each element counted once.
+
+    In shards that is every rank. Otherwise it is the ranks of one copy of the model, and the last stage leaves the
+    tied weight to the first.
+    """
+    if sharded:
+        return GlobalNorm(device, group=dist.group.WORLD if grid.world_size > 1 else None)
+    counted = set(trained) if grid.is_first_stage else set(trained) - {groups.tied_weight}
+    return GlobalNorm(device, counted=counted, group=grid.model.handle)
 
 
 def _log_plan(plan: ReductionPlan, reduction: ReductionSettings) -> None:

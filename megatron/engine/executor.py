@@ -33,9 +33,9 @@ class GradientPath:
         self._optimizer = optimizer
         self.outcome: UpdateOutcome | None = None
 
-    def backward_pass(self, *, is_boundary: bool) -> AbstractContextManager[None]:
-        """Return the bracket around a micro-batch's backward; the boundary is the last of the step."""
-        return self._reducer.backward_pass(is_boundary=is_boundary)
+    def backward_pass(self) -> AbstractContextManager[None]:
+        """Return the bracket around a micro-batch's backward."""
+        return self._reducer.backward_pass()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on. For the stage that has the loss."""

@@ -41,10 +41,9 @@ class OneStage:
         losses = []
         for index in range(self.num_micro_batches):
             loss = self._shell(next(micro_batches).to(self.device))
-            is_boundary = index == self.num_micro_batches - 1
-            with self._gradients.backward_pass(is_boundary=is_boundary):
+            with self._gradients.backward_pass():
                 self._shell.backward(self._gradients.scale_loss(loss))
-            if is_boundary:
+            if index == self.num_micro_batches - 1:
                 self._gradients.finish()
             self._shell.step()
             losses.append(loss.detach())

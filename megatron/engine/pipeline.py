@@ -53,7 +53,6 @@ class StageEngine(PipelineEngine):
 
     loss: torch.Tensor
     gradients: GradientPath
-    num_backward_passes: int
 
     def take_over(self, gradients: GradientPath) -> None:
         """Have this engine, and no other, run our instructions where gradients are concerned."""
@@ -67,12 +66,10 @@ class StageEngine(PipelineEngine):
         }
 
     def run_backward(self, buffer_id: int) -> None:
-        """Run the backward of one micro-batch; the last of the step is the boundary."""
-        self.num_backward_passes += 1
-        is_boundary = self.num_backward_passes == self.micro_batches
+        """Run the backward of one micro-batch, which the reducer counts: DeepSpeed knows no boundary here."""
         if self.is_last_stage():
             self.loss = self.gradients.scale_loss(self.loss)
-        with self.gradients.backward_pass(is_boundary=is_boundary):
+        with self.gradients.backward_pass():
             self._exec_backward_pass(buffer_id)
         if self.is_last_stage():
             # DeepSpeed would keep these logits until the next micro-batch has made its own.
@@ -128,7 +125,6 @@ class PipelineStage:
     def run(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:
         """Run DeepSpeed's training schedule: all micro-batches, reduction and update."""
         self._engine.train()
-        self._engine.num_backward_passes = 0
         if not self._shapes_are_known:
             self._engine.reset_activation_shape()
         loss = self._execute(self._engine._train_schedule(), micro_batches)

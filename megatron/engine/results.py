@@ -8,23 +8,23 @@ from functools import cached_property
 
 import torch
 
-from megatron.data_parallel.exposure import BucketTimes, CommunicationTimes, summarise
+from megatron.data_parallel.exposure import CollectiveTimes, CommunicationTimes, summarise
 
 
 class StepCommunication:
     """Gradient communication of one step, turned into seconds when it is first read."""
 
-    def __init__(self, buckets: Sequence[BucketTimes]) -> None:
-        self.buckets = tuple(buckets)
+    def __init__(self, collectives: Sequence[CollectiveTimes]) -> None:
+        self.collectives = tuple(collectives)
 
     @cached_property
     def _times(self) -> CommunicationTimes:
-        return summarise(self.buckets)
+        return summarise(self.collectives)
 
     @property
     def grad_reduce_s(self) -> float:
         """Seconds during which at least one collective was in flight."""
-        return self._times.grad_reduce_s
+        return self._times.in_flight_s
 
     @property
     def exposed_s(self) -> float:

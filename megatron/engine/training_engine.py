@@ -44,17 +44,18 @@ class TrainingEngine:
         parameters are as they were; with one stage nothing is left in flight and training may go on, with several the
         other stages wait for this rank until it ends or the timeout of the process group has passed.
         """
-        self._reducer.begin_step()
+        self._reducer.begin_step(self.num_micro_batches)
         try:
             loss = self._executor.run(micro_batches)
         except Exception:  # an interrupt ends the process: waiting for other ranks would only delay it
-            if self._executor.can_go_on_after_error:
-                self._reducer.abort()
+            if self._executor.can_go_on_after_error and self._reducer.abort():
+                self.optimizer.abandon_step()
+                self._sum_over_world(float("nan"), 0.0)
             raise
         outcome = self._gradients.outcome
         assert outcome is not None, "DeepSpeed made no optimizer step at the boundary"
         shared = self._sum_over_world(loss, float(stop_requested))
-        buckets = self._reducer.bucket_times
+        collectives = self._reducer.collectives
         return StepResult(
             loss=shared[0] / self._num_losses,
             grad_norm=outcome.grad_norm,
@@ -62,7 +63,7 @@ class TrainingEngine:
             loss_scale=outcome.loss_scale,
             skipped=outcome.skipped,
             stop_requested=shared[1],
-            communication=StepCommunication(buckets) if any(times.bytes_sent for times in buckets) else None,
+            communication=StepCommunication(collectives) if any(times.bytes_sent for times in collectives) else None,
         )
 
     def eval_batch(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:

@@ -13,10 +13,11 @@ def check_supported(parallelism: ParallelismArgs, optimizer: OptimizerArgs) -> l
         for key, value, supported in (
             ("model_parallel_size", parallelism.model_parallel_size, 1),
             ("sequence_parallel", parallelism.sequence_parallel, False),
-            ("zero_optimization.stage", parallelism.zero_stage, 0),
         )
         if value != supported
     ]
+    if parallelism.zero_stage > 2:
+        problems.append(f"zero_optimization.stage: {parallelism.zero_stage} is not supported here yet, only 0, 1 and 2")
     dynamic = optimizer.precision == "fp16" and not optimizer.loss_scale
     if parallelism.check_for_nan_in_grad and dynamic:
         problems.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.data.micro_batch import MicroBatch
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.engine.build import ReductionSettings, build_engine
 from megatron.engine.stages import stage_specs
 from megatron.model.decoder import Decoder

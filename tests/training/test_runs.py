@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.data_parallel.exposure import all_reduce_bytes_sent
+from megatron.data_parallel.collective import all_reduce_bytes_sent
 from tests.training.runs import COMMUNICATION, ROOT, TinyRun, environment, write_corpus
 
 pytestmark = pytest.mark.distributed
