@@ -28,7 +28,7 @@ class ReductionGroups:
         """Return the group of the parameter `name`."""
         data, tied = self.grid.data, self.grid.tied
         if name == self.tied_weight and tied is not None:
-            return ReductionGroup("tied", tied.size, data.size, tied.rank, tied.handle)
+            return ReductionGroup("tied", tied.size, data.size, tied.rank, tied.handle, spans_stages=True)
         return ReductionGroup("data", data.size, data.size, data.rank, data.handle)
 
     def tied_last(self, order: Sequence[str]) -> list[str]:
