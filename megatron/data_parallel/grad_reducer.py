@@ -86,7 +86,7 @@ class GradReducer:
                 arithmetic,
                 clock,
                 pool,
-                transient_buffer=scatter_every_backward and bucket.sharded,
+                transient_buffer=scatter_every_backward and bucket.sharded and not bucket.group.spans_stages,
             )
             for bucket in plan.buckets
             if not self._is_left_alone(bucket, arithmetic)

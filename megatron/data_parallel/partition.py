@@ -26,6 +26,9 @@ class ReductionGroup:
     gradient is summed over the expert-data-parallel group but still averaged over every data rank; and for gradients of
     which each rank of a larger group has only a term. `rank` is this rank's place in the group, `handle` is None when
     there is nobody to reduce with.
+
+    A group that `spans_stages` is reduced once a step only: a stage that waited for it after each micro-batch would
+    wait for a stage that waits for this one.
     """
 
     name: str
@@ -33,6 +36,7 @@ class ReductionGroup:
     divisor: int
     rank: int = field(default=0, compare=False)
     handle: dist.ProcessGroup | None = field(default=None, compare=False)
+    spans_stages: bool = False
 
 
 @dataclass(frozen=True)

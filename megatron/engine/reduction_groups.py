@@ -32,13 +32,13 @@ class ReductionGroups:
     def group_of(self, name: str) -> ReductionGroup:
         """Return the group of the parameter `name`."""
         if name == self.tied_weight and self.grid.tied is not None:
-            return self._group("tied", self.grid.tied)
+            return self._group("tied", self.grid.tied, spans_stages=True)
         if self._has_terms(name):
             return self._group("data x tensor", self.grid.stage)
         return self._group("data", self.grid.data)
 
-    def _group(self, name: str, axis_group: AxisGroup) -> ReductionGroup:
-        return ReductionGroup(name, axis_group.size, self.grid.data.size, axis_group.rank, axis_group.handle)
+    def _group(self, name: str, ranks: AxisGroup, *, spans_stages: bool = False) -> ReductionGroup:
+        return ReductionGroup(name, ranks.size, self.grid.data.size, ranks.rank, ranks.handle, spans_stages)
 
     def _has_terms(self, name: str) -> bool:
         return self.grid.tensor.size > 1 and self.placements[name].partial_gradient

@@ -111,6 +111,7 @@ def train_cell(cell: Cell, *, overlap: bool) -> Outcome:
     """Train on the ranks of the initialised world, which has as many as the cell needs."""
     options = {key: value for key, value in asdict(cell).items() if key != "data"}
     dtype = getattr(torch, options.pop("dtype"))
+    options["zero_stage"] = options.pop("zero")
     scale = DynamicLossScale(2.0**8, window=3, hysteresis=1, minimum=1.0) if dtype is torch.float16 else None
     engine, grid = stage_engine(
         **options, overlap=overlap, dtype=dtype, loss_scale=scale, max_norm=MAX_NORM, eps=EPS, fields=FIELDS

@@ -31,7 +31,7 @@ def stage_engine(
     pipe=1,
     tensor=1,
     sequence=False,
-    zero=0,
+    zero_stage=0,
     tied=False,
     overlap=True,
     accumulation=1,
@@ -39,7 +39,7 @@ def stage_engine(
     recompute=False,
     method="uniform",
     loss_scale=None,
-    max_norm=0.0,
+    max_norm=0.5,
     eps=1e-5,
     fields=None,
 ):
@@ -58,7 +58,7 @@ def stage_engine(
             "steps_per_print": 10**9,
         },
         dtype=dtype,
-        reduction=ReductionSettings(overlap, ReductionArithmetic(), zero_stage=zero, bucket_elements=2000),
+        reduction=ReductionSettings(overlap, ReductionArithmetic(), zero_stage=zero_stage, bucket_elements=2000),
         update=UpdateRule(
             name="adamw",
             schedule=LearningRateSchedule(1e-2, 0.0, 2, 100, "cosine"),
@@ -84,14 +84,11 @@ def weights_of(engine):
 
 
 def train(rank, num_steps, options):
-    """Train and return the losses and this stage's weights by the decoder's names."""
+    """Train and return losses followed by norms, and this stage's weights by the decoder's names."""
     engine, grid = stage_engine(**options)
     accumulation = options.get("accumulation", 1)
-    losses = [
-        float(engine.train_batch(step_batches(step, grid.data.rank, accumulation)).loss)
-        for step in range(1, num_steps + 1)
-    ]
+    results = [engine.train_batch(step_batches(step, grid.data.rank, accumulation)) for step in range(1, num_steps + 1)]
     engine.optimizer.settle()
     weights = weights_of(engine)
     engine.close()
-    return losses, weights
+    return [float(r.loss) for r in results] + [float(r.grad_norm) for r in results], weights
