@@ -11,16 +11,17 @@ Nothing here knows torch.distributed: a rank says what it writes and passes a wa
 """
 
 from megatron.checkpointing.catalog import Retention, find_latest, saved_iterations
+from megatron.checkpointing.holding import GridPosition, Holding, ParallelSizes
 from megatron.checkpointing.model_values import model_values
 from megatron.checkpointing.random_state import RandomState
 from megatron.checkpointing.reader import CheckpointReader, open_checkpoint
-from megatron.checkpointing.restore import Loaded, LoadOptions, find_checkpoint, load_checkpoint
-from megatron.checkpointing.save import Part, SaveRole, save
+from megatron.checkpointing.restore import Loaded, LoadOptions, check_saved_model, find_checkpoint, load_checkpoint
+from megatron.checkpointing.role import Part, SaveRole
+from megatron.checkpointing.save import save
 from megatron.checkpointing.schedule import save_iterations
 from megatron.checkpointing.snapshot import (
     ModelValues,
     OptimizerState,
-    ParallelSizes,
     RunState,
     Scalar,
     Snapshot,
@@ -28,6 +29,8 @@ from megatron.checkpointing.snapshot import (
 
 __all__ = [
     "CheckpointReader",
+    "GridPosition",
+    "Holding",
     "LoadOptions",
     "Loaded",
     "ModelValues",
@@ -40,6 +43,7 @@ __all__ = [
     "SaveRole",
     "Scalar",
     "Snapshot",
+    "check_saved_model",
     "find_checkpoint",
     "find_latest",
     "load_checkpoint",
