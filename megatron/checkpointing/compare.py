@@ -65,9 +65,7 @@ def check_optimizer(reader: CheckpointReader, wanted: Iterable[WantedTensor], ho
     surplus = [
         name
         for name in saved
-        if name not in kinds
-        and holding.owns(name)
-        and (holding.shards is None or name.rsplit("/", 1)[0] in with_state)
+        if name not in kinds and holding.owns(name) and (holding.shards is None or name.rsplit("/", 1)[0] in with_state)
     ]
     faults = [
         _fault("missing in the checkpoint", [name for name in kinds if name not in saved]),

@@ -1,6 +1,7 @@
 """From the parts that all ranks wrote to a checkpoint that counts: lists, completeness, manifest, name."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,7 @@ from megatron.checkpointing.snapshot import Snapshot
 from megatron.errors import CheckpointError
 
 
-def write_listing(
-    directory: Path, rank: int, files: list[FileEntry], parameters: Mapping[str, SavedParameter]
-) -> None:
+def write_listing(directory: Path, rank: int, files: list[FileEntry], parameters: Mapping[str, SavedParameter]) -> None:
     """Write what `rank` has written: a rank without a list did not finish."""
     listing = {
         "files": [entry.to_json() for entry in files],
@@ -56,8 +55,8 @@ def publish(root: Path, snapshot: Snapshot, world_size: int) -> None:
 
 def _merge_files(listings: list[dict[str, list[dict[str, object]]]]) -> tuple[FileEntry, ...]:
     entries = [FileEntry.from_json(entry) for listing in listings for entry in listing["files"]]
-    names = [entry.name for entry in entries]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    times = Counter(entry.name for entry in entries)
+    twice = sorted(name for name in times if times[name] > 1)
     if twice:
         raise CheckpointError(f"more than one rank wrote {', '.join(twice)}: their roles overlap")
     return tuple(sorted(entries, key=lambda entry: entry.name))

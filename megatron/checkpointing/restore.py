@@ -120,9 +120,7 @@ def load_checkpoint(
     return loaded
 
 
-def _check_files(
-    root: Path, reader: CheckpointReader, wanted: list[WantedTensor], source: RandomSource | None
-) -> None:
+def _check_files(root: Path, reader: CheckpointReader, wanted: list[WantedTensor], source: RandomSource | None) -> None:
     """Judge the content of all files that are going to be used."""
     files = {found.file for tensor in wanted for found in needed_pieces(reader, tensor)}
     files |= {STATE_FILE} if source is None else {STATE_FILE, source.file}

@@ -18,6 +18,7 @@ from megatron.checkpointing import (
     save,
 )
 from megatron.errors import CheckpointError
+from tests.checkpointing.grid_runs import roles_in_turn
 from tests.checkpointing.runs import ALONE, blank, optimizer_state, save_alone, snapshot, weights
 
 TIMEOUT_S = 60
@@ -82,21 +83,6 @@ def test_one_rank_fails_all_ranks_know(tmp_path, failing_rank):
     assert "No space left on device" in outcomes[failing_rank]
     assert "another rank failed" in outcomes[1 - failing_rank]
     assert load_checkpoint(tmp_path, weights=blank(weights())).run_state.iteration == 6
-
-
-def roles_in_turn(root, contents, roles):
-    """Save as several ranks in one process: each rank's part is written while rank 0 waits for them."""
-    others = iter(zip(contents[1:], roles[1:], strict=True))
-    calls = []
-
-    def agree(ok):
-        calls.append(ok)
-        if len(calls) == 2:
-            for content, role in others:
-                save(root, content, role=role, agree=bool)
-        return ok
-
-    return save(root, contents[0], role=roles[0], agree=agree)
 
 
 def split_by_layer(content, stage, layers):
