@@ -39,8 +39,7 @@ def needed_pieces(reader: CheckpointReader, wanted: WantedTensor) -> list[FoundP
     found = reader.pieces(wanted.content, wanted.parameter)
     if not _saved_layout(reader, wanted).has_slices_of(wanted.layout):
         return found
-    overlapping = [entry for entry in found if entry.piece.overlap(wanted.piece)]
-    return found[:1] if wanted.is_counter and not overlapping else overlapping
+    return [entry for entry in found if entry.piece.overlap(wanted.piece)]
 
 
 def assemble(reader: CheckpointReader, wanted: WantedTensor, files: OpenFiles) -> Tensor:

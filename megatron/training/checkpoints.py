@@ -130,7 +130,7 @@ class Checkpoints:
     def _holding(self) -> Holding:
         """Which part of the whole model this rank holds."""
         names = self.decoder.model_names()
-        grid, shards = self.grid, getattr(self.engine.optimizer, "shards", None)
+        grid, shards = self.grid, self.engine.optimizer.shards
         return Holding(
             position=GridPosition(
                 grid.pipe.rank,

@@ -70,6 +70,17 @@ def cut(tensor):
     return tensor if tensor.dim() == 0 else tensor[2:5]
 
 
+def test_runs_that_overlap_in_part(tmp_path):
+    held = ranks(SHARDED)
+    whole = next(rank.state[NORM] for rank in held if NORM in rank.state)
+    for index, run in enumerate([range(4), range(2, 6)]):
+        state = {key: tensor if tensor.dim() == 0 else tensor[run.start : run.stop] for key, tensor in whole.items()}
+        held[index] = with_run(held[index], NORM, run, state)
+    save_grid(tmp_path, held)
+    for wanted in ranks(Layout(tp=2)):
+        assert load_rank(tmp_path, wanted)[1].same_as(wanted)
+
+
 def test_ranks_must_mean_the_same_parameter(tmp_path):
     held = ranks(Layout(pp=2, tied=True, zero=True))
     held[1].state[EMBEDDING]["momentum"] = held[1].state[EMBEDDING].pop("exp_avg")

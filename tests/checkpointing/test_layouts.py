@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpointing import GridPosition, Holding, RunState, load_checkpoint, open_checkpoint
+from megatron.checkpointing.layout import ParameterLayout
 from tests.checkpointing.grid_runs import (
     EMBEDDING,
     HEAD,
@@ -127,6 +128,8 @@ def test_names_of_files(saved):
         for data in (0, 1)
     }
     assert "random_rank_001.stage_01_of_02.tensor_00_of_02.safetensors" in names
+    # Without ZeRO both stages of a tied weight have all of its state, and the first writes it.
+    assert not list((saved(Layout(tied=True, pp=2)) / "global_step5").glob("optimizer*stage*"))
     plain = {path.name for path in (saved(Layout()) / "global_step5").iterdir()}
     assert {"layer_003.safetensors", "optimizer_layer_003.safetensors", "random_rank_000.safetensors"} <= plain
 
@@ -155,6 +158,14 @@ def test_the_documentation_shows_what_is_in_a_manifest(saved):
 
 def json_blocks(text):
     return re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+
+
+def test_slices_are_the_same_only_if_cut_the_same_way():
+    gated = ParameterLayout((24, 8), 0, 2, 2)
+    assert gated.has_slices_of(ParameterLayout((24, 8), 0, 2, 2))
+    assert not gated.has_slices_of(ParameterLayout((24, 8), 0, 1, 2))
+    assert not gated.has_slices_of(ParameterLayout((24, 8), 1, 2, 2))
+    assert ParameterLayout((24, 8)).has_slices_of(ParameterLayout((24, 8), 0, 2, 1))
 
 
 def test_a_rank_reads_its_own_files_only(tmp_path):
