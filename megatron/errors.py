@@ -37,6 +37,12 @@ class DivergenceError(UserError):
     exit_status = EXIT_FAULT
 
 
+class LostRankError(UserError):
+    """A collective that never completed because a rank died or hangs. Not a bad input, so not its status."""
+
+    exit_status = EXIT_FAULT
+
+
 class CheckpointError(UserError):
     """A checkpoint that cannot be written or read: missing, incomplete, or of another model."""
 

@@ -1,4 +1,4 @@
-"""How long gradient communication was in flight, and how much of that the training thread had to wait for.
+"""How long communication was in flight, and how much of that the training thread had to wait for.
 
 Marks are taken while the step runs and never block; they are turned into seconds when somebody reads them, outside the
 step. On a CPU a mark is a clock reading; on an accelerator it is an event on a stream, so that nothing synchronises.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -118,47 +118,47 @@ def clock_for(device: torch.device) -> Clock:
     return HostClock() if device.type == "cpu" else EventClock(device)
 
 
-@dataclass
-class BucketTimes:
-    """The four moments of one bucket in one step, and the spans in which the training thread was blocked on it."""
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
-    index: int
+
+@dataclass
+class CollectiveTimes:
+    """The moments of one collective of one bucket, and the spans in which the training thread was blocked on it.
+
+    `ready` is when its input was complete, None where that was not noted. `bytes_sent` is what this rank sends.
+    """
+
+    bucket: int
+    kind: CollectiveKind
     bytes_sent: int
+    launched: Mark
+    landed: Mark
     ready: Mark | None = None
-    launched: Mark | None = None
-    landed: Mark | None = None
     blocked: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class CommunicationTimes:
-    """Gradient communication of one step on one rank.
+    """Communication of one step on one rank.
 
-    `grad_reduce_s` is the time during which at least one collective was in flight, `exposed_s` the part of it during
-    which the training thread was blocked, launches included; the rest was hidden behind backward. `bytes_sent` is what
-    this rank sent.
+    `in_flight_s` is the time during which at least one collective was in flight, `exposed_s` the part of it during
+    which the training thread was blocked, launches included; the rest was hidden behind computation. `bytes_sent` is
+    what this rank sent.
     """
 
-    grad_reduce_s: float
+    in_flight_s: float
     exposed_s: float
     bytes_sent: int
 
 
-def summarise(buckets: Sequence[BucketTimes]) -> CommunicationTimes:
+def summarise(collectives: Sequence[CollectiveTimes]) -> CommunicationTimes:
     """Turn the marks of one step into seconds. Call it after the step, when all of them have been reached."""
-    launched = [bucket for bucket in buckets if bucket.launched is not None and bucket.landed is not None]
-    bytes_sent = sum(bucket.bytes_sent for bucket in launched)
-    if not launched:
-        return CommunicationTimes(0.0, 0.0, bytes_sent)
-    origin = launched[0].launched
-    assert origin is not None
-    flights = [
-        (bucket.launched.seconds_since(origin), bucket.landed.seconds_since(origin))
-        for bucket in launched
-        if bucket.launched is not None and bucket.landed is not None
-    ]
-    exposed_s = sum(end.seconds_since(start) for bucket in launched for start, end in bucket.blocked)
-    return CommunicationTimes(_covered(flights), exposed_s, bytes_sent)
+    if not collectives:
+        return CommunicationTimes(0.0, 0.0, 0)
+    origin = collectives[0].launched
+    flights = [(times.launched.seconds_since(origin), times.landed.seconds_since(origin)) for times in collectives]
+    exposed_s = sum(end.seconds_since(start) for times in collectives for start, end in times.blocked)
+    return CommunicationTimes(_covered(flights), exposed_s, sum(times.bytes_sent for times in collectives))
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -168,8 +168,3 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
-
-
-def all_reduce_bytes_sent(payload_bytes: int, group_size: int) -> int:
-    """Bytes one rank sends in a ring all-reduce: 2 (p-1)/p of the payload (Patarasuk and Yuan, 2009)."""
-    return 2 * (group_size - 1) * payload_bytes // group_size

@@ -3,22 +3,26 @@
 A step goes `begin_step`, a `backward_pass` for each micro-batch, `finish`. With `overlap` the hooks of the last
 backward launch each bucket as soon as it and all buckets before it are ready; without it `finish` launches them.
 Nothing else differs: buckets, order, collectives and arithmetic are those of the plan, so the two are bit for bit the
-same.
+same. With `scatter_every_backward` sharded buckets are launched in every backward, so that no rank keeps whole
+gradients.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from megatron.data_parallel.exposure import BucketTimes, clock_for
-from megatron.data_parallel.grad_bucket import GradBucket, ReductionArithmetic
-from megatron.data_parallel.partition import ReductionPlan
-from megatron.errors import DivergenceError
+from megatron.data_parallel.arithmetic import ReductionArithmetic
+from megatron.data_parallel.exchange import BufferPool
+from megatron.data_parallel.exposure import CollectiveTimes, clock_for
+from megatron.data_parallel.grad_bucket import GradBucket
+from megatron.data_parallel.partition import BucketPlan, ReductionPlan
+from megatron.data_parallel.roll_call import RollCall
+from megatron.errors import DivergenceError, LostRankError
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +30,7 @@ _log = logging.getLogger(__name__)
 class _Phase(enum.Enum):
     IDLE = "no step is open"
     OPEN = "a step waits for its next backward"
-    ACCUMULATING = "a backward before the last of the step runs"
-    BOUNDARY = "the last backward of the step runs"
+    BACKWARD = "a backward of the step runs"
     COMPLETE = "the last backward of the step has ended"
     REDUCED = "the averaged gradients are in place"
 
@@ -46,23 +49,22 @@ class GradReducer:
         *,
         arithmetic: ReductionArithmetic,
         overlap: bool,
+        scatter_every_backward: bool = False,
         check_for_nan: bool = False,
+        roll_call: RollCall | None = None,
     ) -> None:
+        self.overlap = overlap
         self._parameters = dict(parameters)
-        self._overlap = overlap
         self._check_for_nan = check_for_nan
+        self._roll_call = roll_call
         self._phase = _Phase.IDLE
-        self._buckets: list[GradBucket] = []
-        for bucket_plan in plan.buckets:
-            members = [self._parameters[slot.name] for slot in bucket_plan.slots]
-            unshared = bucket_plan.group.handle is None and bucket_plan.group.divisor == 1
-            if unshared and members[0].dtype == arithmetic.accumulation_dtype:
-                continue
-            clock = clock_for(members[0].device)
-            self._buckets.append(GradBucket(bucket_plan, self._parameters, arithmetic, clock))
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
-        self._pending: dict[int, set[str]] = {}
+        self._buckets = self._make_buckets(plan, arithmetic, scatter_every_backward)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
+        self._passes_left = 0
+        self._launches: list[GradBucket] = []
         self._next_to_launch = 0
+        self._num_launches = 0
+        self._pending: dict[int, set[str]] = {}
         self._named_as_missing: set[str] = set()
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._hooks = [
@@ -70,10 +72,35 @@ class GradReducer:
             for name in self._bucket_of
         ]
 
+    def _make_buckets(
+        self, plan: ReductionPlan, arithmetic: ReductionArithmetic, scatter_every_backward: bool
+    ) -> list[GradBucket]:
+        if not plan.buckets:
+            return []
+        device = next(iter(self._parameters.values())).device
+        clock, pool = clock_for(device), BufferPool(device)
+        return [
+            GradBucket(
+                bucket,
+                self._parameters,
+                arithmetic,
+                clock,
+                pool,
+                transient_buffer=scatter_every_backward and bucket.sharded,
+            )
+            for bucket in plan.buckets
+            if not self._is_left_alone(bucket, arithmetic)
+        ]
+
+    def _is_left_alone(self, bucket: BucketPlan, arithmetic: ReductionArithmetic) -> bool:
+        parameter = self._parameters[bucket.slots[0].name]
+        unshared = bucket.group.handle is None and bucket.group.divisor == 1
+        return unshared and parameter.dtype == arithmetic.accumulation_dtype
+
     # The life of a step
 
-    def begin_step(self) -> None:
-        """Open a step. Gradients left by anything that ran in between are dropped."""
+    def begin_step(self, num_backward_passes: int) -> None:
+        """Open a step of so many backward passes. Gradients left by anything that ran in between are dropped."""
         if self._in_step:
             raise RuntimeError(f"begin_step() while {self._phase.value}: the step before was never finished")
         self._check_trained()
@@ -81,20 +108,29 @@ class GradReducer:
             parameter.grad = None
         for bucket in self._buckets:
             bucket.begin_step()
-        self._pending = {bucket.plan.index: set(bucket.views) for bucket in self._buckets}
-        self._next_to_launch = 0
+        self._passes_left = num_backward_passes
+        self._launches, self._next_to_launch = [], 0
         self._phase = _Phase.OPEN
 
     @contextmanager
-    def backward_pass(self, *, is_boundary: bool) -> Iterator[None]:
-        """Take the gradients of the backward that runs inside; those of the boundary, the last of the step, are final.
+    def backward_pass(self) -> Iterator[None]:
+        """Take the gradients of the backward that runs inside. Those of the last pass of the step are final.
 
         A backward that runs outside belongs to somebody else and counts as nothing.
         """
         self._expect(_Phase.OPEN, "backward_pass()")
-        self._phase = _Phase.BOUNDARY if is_boundary else _Phase.ACCUMULATING
+        self._open_launches()
+        self._phase = _Phase.BACKWARD
         yield
-        self._phase = _Phase.COMPLETE if is_boundary else _Phase.OPEN
+        if not self._passes_left:
+            self._phase = _Phase.COMPLETE
+            return
+        self._launch_up_to(len(self._launches))
+        if not self.overlap:
+            for bucket in self._launches:
+                with self._explained(bucket):
+                    bucket.wait()
+        self._phase = _Phase.OPEN
 
     def finish(self) -> None:
         """Launch what no hook launched, wait for everything, and leave each averaged gradient in its place.
@@ -105,43 +141,47 @@ class GradReducer:
             return
         self._expect(_Phase.COMPLETE, "finish()")
         self._name_missing()
-        self._launch_up_to(len(self._buckets))
+        self._launch_up_to(len(self._launches))
+        self._wait_for_all()
         for bucket in self._buckets:
-            bucket.wait()
-        for name, bucket in self._bucket_of.items():
-            parameter, view = self._parameters[name], bucket.views[name]
-            if parameter.dtype == view.dtype:
-                parameter.grad = view
+            for name, average in bucket.averages.items():
+                parameter = self._parameters[name]
+                if parameter.dtype == average.dtype and not bucket.plan.sharded:
+                    parameter.grad = average
         self._phase = _Phase.REDUCED
 
-    def abort(self) -> None:
-        """End a step that failed, so that the process can go on and no rank waits for this one.
+    def abort(self) -> bool:
+        """End a step that failed, so that the process can go on and no rank waits for this one; False if none is open.
 
-        Every bucket is launched on every rank in every step, so the ones still to come are launched here too, filled
-        with NaN: no rank will take the step. Errors of the collectives are logged; the caller raises the original one.
+        Every bucket is launched on every rank as often in every step, so the launches still to come are made here too,
+        filled with NaN: no rank will take the step. Errors of the collectives are logged; the caller raises the
+        original one.
         """
         if not self._in_step:
-            return
+            return False
         self._phase = _Phase.IDLE
         try:
-            for bucket in self._buckets:
-                if not bucket.launched:
-                    bucket.spoil()
-                    bucket.launch()
-            for bucket in self._buckets:
-                bucket.wait()
-        except RuntimeError as error:
+            self._launch_spoiled()
+            while self._passes_left:
+                self._open_launches()
+                self._launch_spoiled()
+            self._wait_for_all()
+        except (RuntimeError, LostRankError) as error:
             _log.warning("gradient reductions in flight could not be completed after a failed step: %s", error)
         for parameter in self._parameters.values():
             parameter.grad = None
+        return True
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return each trained parameter's averaged gradient, in the accumulation dtype, of the parameter's shape.
 
-        What user code wrote into `.grad`, or put in its place, since `finish` is what counts; None counts as zero.
+        What user code wrote into `.grad`, or put in its place, since `finish` is what counts; None counts as zero. Of a
+        parameter in a sharded bucket it is the flat run of elements that this rank updates; one without a run here is
+        left out.
         """
         self._expect(_Phase.REDUCED, "gradients()")
-        return {name: self._gradient(name) for name in self._trained_in_order()}
+        gradients = {name: self._gradient(name) for name in self._parameters if name in self._trained}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def release(self) -> None:
         """Close the step: the gradients have been used."""
@@ -154,14 +194,14 @@ class GradReducer:
             hook.remove()
 
     @property
-    def bucket_times(self) -> Sequence[BucketTimes]:
-        """When the buckets of the last step were ready, launched and landed, in launch order."""
-        return [bucket.times for bucket in self._buckets]
+    def collectives(self) -> list[CollectiveTimes]:
+        """When the collectives of the last step were launched and landed, by bucket."""
+        return [times for bucket in self._buckets for times in bucket.times]
 
     # What the hooks do
 
     def _on_gradient(self, name: str) -> None:
-        if self._phase not in (_Phase.ACCUMULATING, _Phase.BOUNDARY):
+        if self._phase is not _Phase.BACKWARD:
             return
         bucket = self._bucket_of[name]
         if bucket.launched:
@@ -170,11 +210,11 @@ class GradReducer:
                 "a second backward over the same graph, and the sum that is under way would be wrong"
             )
         bucket.absorb(name)
-        if self._phase is _Phase.BOUNDARY:
+        if bucket.plan.index in self._pending:
             self._settle(bucket, name)
 
     def _settle(self, bucket: GradBucket, name: str) -> None:
-        """Note that `name` is final; when its bucket has become ready, launch what may be launched."""
+        """Note that `name` is complete; when its bucket has become ready, launch what may be launched."""
         pending = self._pending[bucket.plan.index]
         if name not in pending:
             return
@@ -182,25 +222,71 @@ class GradReducer:
         if pending:
             return
         bucket.mark_ready()
-        if self._overlap:
+        if self.overlap:
             self._launch_ready()
+
+    # Launching
+
+    def _open_launches(self) -> None:
+        """Begin the next backward: which buckets it launches, all of them in the last."""
+        self._passes_left -= 1
+        self._launches = [bucket for bucket in self._buckets if bucket.transient_buffer or not self._passes_left]
+        self._next_to_launch = 0
+        self._pending = {bucket.plan.index: set(bucket.parameters) for bucket in self._launches}
+        for bucket in self._launches:
+            if bucket.transient_buffer:
+                bucket.begin_launch()
 
     def _launch_ready(self) -> None:
         """Launch, in plan order, up to the first bucket that still waits for a gradient."""
         upto = self._next_to_launch
-        while upto < len(self._buckets) and not self._pending[self._buckets[upto].plan.index]:
+        while upto < len(self._launches) and not self._pending[self._launches[upto].plan.index]:
             upto += 1
         self._launch_up_to(upto)
 
     def _launch_up_to(self, end: int) -> None:
         while self._next_to_launch < end:
-            bucket = self._buckets[self._next_to_launch]
+            bucket = self._launches[self._next_to_launch]
             if self._check_for_nan:
                 self._refuse_nonfinite(bucket)
             self._next_to_launch += 1
+            with self._explained(bucket):
+                bucket.launch()
+            self._num_launches += 1
+
+    def _launch_spoiled(self) -> None:
+        for bucket in self._launches[self._next_to_launch :]:
+            bucket.spoil()
             bucket.launch()
+        self._next_to_launch = len(self._launches)
+
+    def _wait_for_all(self) -> None:
+        """Wait for every bucket: backends complete collectives out of order."""
+        for bucket in self._buckets:
+            with self._explained(bucket):
+                bucket.start_last_stage()
+        for bucket in self._buckets:
+            with self._explained(bucket):
+                bucket.wait()
 
     # Checks
+
+    @contextmanager
+    def _explained(self, bucket: GradBucket) -> Iterator[None]:
+        """Turn the failure of a collective into a LostRankError that names bucket, parameters and missing ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            handle = bucket.plan.group.handle
+            if self._roll_call is None or handle is None:
+                raise
+            names = list(bucket.parameters)
+            missing = self._roll_call.absent(torch.distributed.get_process_group_ranks(handle), self._num_launches)
+            raise LostRankError(
+                f"rank {torch.distributed.get_rank()}: gradient bucket {bucket.plan.index} of group "
+                f"{bucket.plan.group.name} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) was not "
+                f"reduced: {missing} ({str(error).splitlines()[0]})"
+            ) from error
 
     @property
     def _in_step(self) -> bool:
@@ -233,17 +319,14 @@ class GradReducer:
                 "before it was reduced (check_for_nan_in_grad)"
             )
 
-    # Where gradients are
-
-    def _trained_in_order(self) -> list[str]:
-        return [name for name in self._parameters if name in self._trained]
-
-    def _gradient(self, name: str) -> torch.Tensor:
+    def _gradient(self, name: str) -> torch.Tensor | None:
         parameter = self._parameters[name]
         bucket = self._bucket_of.get(name)
         if bucket is None:
             return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        view = bucket.views[name]
-        if parameter.dtype == view.dtype and parameter.grad is not view:
-            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-        return view
+        average = bucket.averages.get(name)
+        if bucket.plan.sharded or average is None:
+            return average
+        if parameter.dtype == average.dtype and parameter.grad is not average:
+            average.zero_() if parameter.grad is None else average.copy_(parameter.grad)
+        return average

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-# Every gradient starts on a 16-byte boundary of its buffer, so that vectorised kernels may read it. Parameters whose
-# size is a multiple of four fp32 elements, which is nearly all of them, need no padding for it.
-_ALIGNMENT_ELEMENTS = 4
+# Every gradient and, where they are gathered, every parameter starts on a 16-byte boundary of its buffer in any dtype
+# of 2 bytes or more, so that vectorised kernels may read it. Nearly all parameters need no padding for it.
+_ALIGNMENT_ELEMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,15 @@ class ReductionGroup:
     """The ranks over which a gradient is averaged, and what its sum is divided by.
 
     `divisor` is the size of the full data-parallel group. It differs from `size` for expert parameters only: their
-    gradient is summed over the expert-data-parallel group but still averaged over every data rank. `handle` is None
-    when there is nobody to reduce with.
+    gradient is summed over the expert-data-parallel group but still averaged over every data rank; and for gradients of
+    which each rank of a larger group has only a term. `rank` is this rank's place in the group, `handle` is None when
+    there is nobody to reduce with.
     """
 
     name: str
     size: int
     divisor: int
+    rank: int = field(default=0, compare=False)
     handle: dist.ProcessGroup | None = field(default=None, compare=False)
 
 
@@ -54,13 +56,31 @@ class GradientSlot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Consecutive gradients of one group and one parameter dtype, which share a buffer and a collective."""
+    """Consecutive gradients of one group and one parameter dtype, which share a buffer and a collective.
+
+    A sharded bucket is split into as many equal shards as its group has ranks, whatever parameter an element belongs
+    to: each rank gets the reduced gradients of its shard and updates the parameters there.
+    """
 
     index: int
     group: ReductionGroup
     parameter_dtype: str
     slots: tuple[GradientSlot, ...]
     num_elements: int
+    sharded: bool = False
+
+    @property
+    def shard(self) -> range:
+        """This rank's elements of the buffer; all of them when the bucket is not sharded."""
+        if not self.sharded:
+            return range(self.num_elements)
+        shard_elements = self.num_elements // self.group.size
+        return range(self.group.rank * shard_elements, (self.group.rank + 1) * shard_elements)
+
+    def run(self, slot: GradientSlot) -> range:
+        """The elements of a parameter, counted in memory order, that lie in this rank's shard; may be empty."""
+        start = max(self.shard.start - slot.offset, 0)
+        return range(start, max(start, min(self.shard.stop - slot.offset, slot.numel)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,8 @@ class ReductionPlan:
             for bucket in self.buckets
             for line in (
                 f"bucket {bucket.index}: group {bucket.group.name} of {bucket.group.size} ranks, divisor "
-                f"{bucket.group.divisor}, {bucket.parameter_dtype}, {bucket.num_elements} elements",
+                f"{bucket.group.divisor}, {bucket.parameter_dtype}, {bucket.num_elements} elements"
+                f"{' in shards' if bucket.sharded else ''}",
                 *(
                     f"{slot.name} {list(slot.shape)} stride {list(slot.stride)} at {slot.offset}"
                     for slot in bucket.slots
@@ -95,6 +116,7 @@ def plan_buckets(
     group_of: Callable[[str], ReductionGroup],
     *,
     bucket_elements: int,
+    sharded: bool = False,
 ) -> ReductionPlan:
     """Fill buckets with gradients in the order in which backward finishes them.
 
@@ -103,7 +125,7 @@ def plan_buckets(
     of the reduction that nothing can hide (in a decoder it is the input embedding, which is both).
 
     Groups and dtypes fill their own buckets side by side; buckets are launched in the order in which their last
-    gradient is ready.
+    gradient is ready. With `sharded` every bucket whose group has several ranks is split between them.
     """
     open_buckets: dict[tuple[ReductionGroup, torch.dtype], _BucketFiller] = {}
     closed: list[_BucketFiller] = []
@@ -119,7 +141,7 @@ def plan_buckets(
             closed.append(open_buckets.pop(key))
     closed.extend(open_buckets.values())
     closed.sort(key=lambda filler: filler.last_position)
-    return ReductionPlan(tuple(filler.to_plan(index) for index, filler in enumerate(closed)))
+    return ReductionPlan(tuple(filler.to_plan(index, sharded=sharded) for index, filler in enumerate(closed)))
 
 
 class _BucketFiller:
@@ -135,8 +157,14 @@ class _BucketFiller:
     def add(self, name: str, parameter: torch.nn.Parameter, position: int) -> None:
         stride = torch.empty_like(parameter, device="meta").stride()
         self.slots.append(GradientSlot(name, tuple(parameter.shape), stride, self.num_elements))
-        self.num_elements += -(-parameter.numel() // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
+        self.num_elements += _round_up(parameter.numel(), _ALIGNMENT_ELEMENTS)
         self.last_position = position
 
-    def to_plan(self, index: int) -> BucketPlan:
-        return BucketPlan(index, self.group, str(self.dtype), tuple(self.slots), self.num_elements)
+    def to_plan(self, index: int, *, sharded: bool) -> BucketPlan:
+        sharded = sharded and self.group.size > 1
+        num_elements = _round_up(self.num_elements, self.group.size * _ALIGNMENT_ELEMENTS if sharded else 1)
+        return BucketPlan(index, self.group, str(self.dtype), tuple(self.slots), num_elements, sharded)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

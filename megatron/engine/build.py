@@ -13,16 +13,22 @@ from typing import Any
 
 import torch
 
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
-from megatron.data_parallel.partition import ReductionGroup, ReductionPlan, plan_buckets
+from megatron.data_parallel.param_gather import ParameterGather
+from megatron.data_parallel.partition import ReductionPlan, plan_buckets
 from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
+from megatron.engine.executor import Executor, OnDevice
+from megatron.engine.one_stage import OneStage
+from megatron.engine.pipeline import PipelineStage
+from megatron.engine.reduction_groups import ReductionGroups, tied_weight
 from megatron.engine.rehearsal import rehearse
-from megatron.engine.shell import initialize_shell
-from megatron.engine.training_engine import OnDevice, TrainingEngine
+from megatron.engine.training_engine import TrainingEngine
 from megatron.mpu.grid import ParallelGrid
+from megatron.mpu.tensor_parallel import parameter_placements
 from megatron.optimizer.choice import UpdateRule
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, master_weights
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.weights import cast_parameters, shard_weights
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +38,14 @@ DEFAULT_BUCKET_ELEMENTS = 1_000_000
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """When and how gradients are reduced. `bucket_elements` None leaves the size to the default."""
+    """When and how gradients are reduced. `bucket_elements` None leaves the size to the default.
+
+    `zero_stage` 0 reduces whole gradients, 1 gives each rank its shard of them, 2 does so after every micro-batch.
+    """
 
     overlap: bool
     arithmetic: ReductionArithmetic
+    zero_stage: int = 0
     bucket_elements: int | None = None
     check_for_nan: bool = False
 
@@ -52,37 +62,55 @@ def build_engine(
 ) -> TrainingEngine:
     """Return an engine that trains `module`, an fp32 module that maps a micro-batch to its mean loss.
 
+    With several pipeline stages it is this rank's stage, a `StageModule`.
+
     Collective over the world. Parameters are cast to `dtype` in place. `rehearsal_batch` is a synthetic micro-batch of
     the size that training uses.
     """
-    shell, seam = initialize_shell(module, deepspeed_config)
+    executor = build_executor(module, grid, deepspeed_config)
     parameters = dict(module.named_parameters())
-    masters = master_weights(parameters, dtype)
-    trained = {name: parameters[name] for name in masters}
-    group = ReductionGroup("data", grid.data.size, grid.data.size, grid.data.handle)
-    order = agree_on_order(rehearse(module, rehearsal_batch.to(shell.device), trained), group.handle)
+    weights = cast_parameters(parameters, dtype)
+    trained = {name: parameters[name] for name in weights.masters}
+    groups = ReductionGroups(grid, parameter_placements(module), tied_weight(module))
+    seen = rehearse(lambda: executor.rehearsal_loss(rehearsal_batch), trained)
+    order = groups.tied_last(agree_on_order(seen, grid.stage.handle))
     plan = plan_buckets(
-        order, trained, lambda _: group, bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS
+        order,
+        trained,
+        groups.group_of,
+        bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
+        sharded=reduction.zero_stage >= 1,
     )
-    check_plans_agree(plan, group.handle)
+    check_plans_agree(plan, grid.stage.handle)
     _log_plan(plan, reduction)
     reducer = GradReducer(
         parameters,
         plan,
         arithmetic=reduction.arithmetic,
         overlap=reduction.overlap,
+        scatter_every_backward=reduction.zero_stage >= 2,
         check_for_nan=reduction.check_for_nan,
     )
+    gather = ParameterGather(parameters, plan)
+    weights = shard_weights(weights, gather)
     optimizer = MixedPrecisionOptimizer(
-        parameters,
-        masters,
+        weights,
         reducer,
-        inner=update.build_inner(masters),
+        inner=update.build_inner(weights),
         schedule=update.schedule,
         loss_scale=update.loss_scale,
         max_norm=update.max_norm,
+        norm=groups.global_norm(executor.device, trained, sharded=reduction.zero_stage >= 1),
+        gather=gather,
     )
-    return TrainingEngine(shell, seam, reducer, optimizer, grid.data)
+    return TrainingEngine(executor, reducer, optimizer, grid)
+
+
+def build_executor(module: torch.nn.Module, grid: ParallelGrid, deepspeed_config: Mapping[str, Any]) -> Executor:
+    """Return what runs `module`. Collective over the world."""
+    if grid.pipe.size == 1:
+        return OneStage(module, grid, deepspeed_config)
+    return PipelineStage(module, grid, deepspeed_config)
 
 
 def _log_plan(plan: ReductionPlan, reduction: ReductionSettings) -> None:

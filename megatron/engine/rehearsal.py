@@ -6,7 +6,7 @@ no gradient. It leaves weights, gradients and random streams as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,13 +14,15 @@ import torch
 from megatron.data_parallel.ready_order import complete_ready_order, record_ready_order
 
 
-def rehearse(module: torch.nn.Module, micro_batch: object, parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
+def rehearse(forward: Callable[[], torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
     """Return the names of `parameters` in the order in which backward finishes their gradients.
+
+    `forward` returns what to call backward on.
 
     Raises ConfigError when no parameter gets a gradient, or one gets it in several pieces.
     """
     with _random_state_kept(), record_ready_order(parameters) as seen:
-        module(micro_batch).backward()
+        forward().backward()
     return complete_ready_order(seen, parameters)
 
 

@@ -8,23 +8,28 @@ from functools import cached_property
 
 import torch
 
-from megatron.data_parallel.exposure import BucketTimes, CommunicationTimes, summarise
+from megatron.data_parallel.exposure import CollectiveTimes, CommunicationTimes, summarise
 
 
 class StepCommunication:
-    """Gradient communication of one step, turned into seconds when it is first read."""
+    """Collectives of one kind in one step, turned into seconds when they are first read."""
 
-    def __init__(self, buckets: Sequence[BucketTimes]) -> None:
-        self.buckets = tuple(buckets)
+    def __init__(self, collectives: Sequence[CollectiveTimes]) -> None:
+        self.collectives = tuple(collectives)
+
+    @classmethod
+    def of(cls, collectives: Sequence[CollectiveTimes]) -> StepCommunication | None:
+        """Return their communication; None where there is none."""
+        return cls(collectives) if collectives else None
 
     @cached_property
     def _times(self) -> CommunicationTimes:
-        return summarise(self.buckets)
+        return summarise(self.collectives)
 
     @property
-    def grad_reduce_s(self) -> float:
+    def in_flight_s(self) -> float:
         """Seconds during which at least one collective was in flight."""
-        return self._times.grad_reduce_s
+        return self._times.in_flight_s
 
     @property
     def exposed_s(self) -> float:
@@ -39,11 +44,12 @@ class StepCommunication:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One training step, the same on every rank but for `communication`, which is this rank's own.
+    """One training step, the same on every rank but for what it communicated, which is this rank's own.
 
     `loss` is the mean over micro-batches and data ranks, `grad_norm` the norm before clipping, `skipped` 1 when nothing
     was updated because a gradient was not finite, `stop_requested` above 0 when any rank asked for a stop; all are
-    0-dim tensors. `communication` is None when there is nobody to reduce with.
+    0-dim tensors. `grad_reduce` is None when there is nobody to reduce with, `param_gather` when no parameter is
+    gathered from shards.
     """
 
     loss: torch.Tensor
@@ -52,4 +58,5 @@ class StepResult:
     loss_scale: float | None
     skipped: torch.Tensor
     stop_requested: torch.Tensor
-    communication: StepCommunication | None
+    grad_reduce: StepCommunication | None
+    param_gather: StepCommunication | None

@@ -1,119 +1,92 @@
 """The training step: micro-batches forward and backward, reduction under the last backward, update.
 
-One stage here; gradient accumulation is the one-stage schedule. The loop calls `train_batch` and `eval_batch` and knows
-nothing of what is parallel.
+The loop calls `train_batch` and `eval_batch` and knows nothing of what is parallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.grad_reducer import GradReducer
+from megatron.engine.executor import Executor, GradientPath, OnDevice
 from megatron.engine.results import StepCommunication, StepResult
-from megatron.engine.shell import ShellEngine, UpdateSeam
-from megatron.mpu.grid import AxisGroup
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, UpdateOutcome
-
-T = TypeVar("T", bound="OnDevice")
-
-
-class OnDevice(Protocol):
-    """A micro-batch: whatever the module takes, as long as it can be moved."""
-
-    def to(self: T, device: torch.device) -> T:
-        """Return the micro-batch on `device`."""
-        ...
+from megatron.mpu.grid import ParallelGrid
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 
 class TrainingEngine:
-    """One stage of data-parallel training.
-
-    `module` maps a micro-batch to its mean loss. Everything else has been built on the same plan: see `build_engine`.
-    """
+    """Trains this rank's stage of a model. Everything has been built on the same plan: see `build_engine`."""
 
     def __init__(
         self,
-        shell: ShellEngine,
-        seam: UpdateSeam,
+        executor: Executor,
         reducer: GradReducer,
         optimizer: MixedPrecisionOptimizer,
-        data_group: AxisGroup,
+        grid: ParallelGrid,
     ) -> None:
-        self.module: torch.nn.Module = shell.module
+        self.module: torch.nn.Module = executor.module
+        self.num_micro_batches: int = executor.num_micro_batches
         self.optimizer = optimizer
-        self._shell = shell
+        self._executor = executor
         self._reducer = reducer
-        self._data_group = data_group
-        self.num_micro_batches: int = shell.gradient_accumulation_steps()
-        self._device: torch.device = shell.device
-        self._outcome: UpdateOutcome | None = None
-        seam.connect(self._update)
+        self._grid = grid
+        self._gradients = GradientPath(reducer, optimizer)
+        executor.connect(self._gradients)
 
     def train_batch(self, micro_batches: Iterator[OnDevice], *, stop_requested: bool = False) -> StepResult:
         """Take `gradient_accumulation_steps` micro-batches from the iterator and make one step.
 
-        Collective over the data group. `stop_requested` travels with the loss, so that all ranks learn in the same step
-        that one of them wants to stop. An exception leaves nothing in flight, and the parameters as they were.
+        Collective over the world; only first and last stage take anything from the iterator. `stop_requested` travels
+        with the loss, so that all ranks learn in the same step that one of them wants to stop. After an exception the
+        parameters are as they were; with one stage nothing is left in flight and training may go on, with several the
+        other stages wait for this rank until it ends or the timeout of the process group has passed.
         """
-        self._shell.train()
-        self._reducer.begin_step()
+        self._reducer.begin_step(self.num_micro_batches)
         try:
-            loss = self._run_micro_batches(micro_batches)
+            loss = self._executor.run(micro_batches)
         except Exception:  # an interrupt ends the process: waiting for other ranks would only delay it
-            self._reducer.abort()
+            if self._executor.can_go_on_after_error and self._reducer.abort():
+                self.optimizer.abandon_step()
+                self._sum_over_world(float("nan"), 0.0)
             raise
-        assert self._outcome is not None, "DeepSpeed made no optimizer step at the boundary"
-        shared = self._sum_over_data_ranks(loss, float(stop_requested))
-        buckets = self._reducer.bucket_times
+        outcome = self._gradients.outcome
+        assert outcome is not None, "DeepSpeed made no optimizer step at the boundary"
+        shared = self._sum_over_world(loss, float(stop_requested))
         return StepResult(
-            loss=shared[0] / self._data_group.size,
-            grad_norm=self._outcome.grad_norm,
-            learning_rate=self._outcome.learning_rate,
-            loss_scale=self._outcome.loss_scale,
-            skipped=self._outcome.skipped,
+            loss=shared[0] / self._num_losses,
+            grad_norm=outcome.grad_norm,
+            learning_rate=outcome.learning_rate,
+            loss_scale=outcome.loss_scale,
+            skipped=outcome.skipped,
             stop_requested=shared[1],
-            communication=StepCommunication(buckets) if self._data_group.size > 1 else None,
+            grad_reduce=StepCommunication.of(self._reducer.collectives),
+            param_gather=StepCommunication.of(self.optimizer.gathers),
         )
 
-    def _run_micro_batches(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:
-        """Forward, backward and DeepSpeed's step for each micro-batch; the last one reduces and updates."""
-        total = torch.zeros((), device=self._device)
-        for index in range(self.num_micro_batches):
-            loss = self._shell(next(micro_batches).to(self._device))
-            is_boundary = index == self.num_micro_batches - 1
-            with self._reducer.backward_pass(is_boundary=is_boundary):
-                self._shell.backward(self.optimizer.scale_loss(loss))
-            if is_boundary:
-                self._reducer.finish()
-            self._shell.step()
-            total += loss.detach()
-        return total / self.num_micro_batches
-
-    @torch.no_grad()
     def eval_batch(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:
         """Return the mean loss of as many micro-batches as a training step takes, over all data ranks; shape ().
 
-        Collective over the data group. Touches no gradient and launches no reduction.
+        Collective over the world. Touches no gradient and launches no reduction.
         """
-        self._shell.eval()
-        losses = [self.module(next(micro_batches).to(self._device)) for _ in range(self.num_micro_batches)]
-        return self._sum_over_data_ranks(torch.stack(losses).float().mean())[0] / self._data_group.size
+        return self._sum_over_world(self._executor.evaluate(micro_batches))[0] / self._num_losses
 
     def close(self) -> None:
         """Take our hooks off the module and let DeepSpeed clean up after itself."""
         self._reducer.close()
-        self._shell.destroy()
+        self._executor.close()
 
-    def _update(self) -> None:
-        self._outcome = self.optimizer.step()
+    @property
+    def _num_losses(self) -> int:
+        """How many ranks contribute a loss: all those of the last stage."""
+        return self._grid.stage.size
 
-    def _sum_over_data_ranks(self, *values: torch.Tensor | float) -> torch.Tensor:
-        """Return the sum over data ranks of each value, in one small all-reduce; shape (len(values),)."""
-        shared = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=self._device) for value in values])
-        if self._data_group.handle is not None:
-            dist.all_reduce(shared, group=self._data_group.handle)
+    def _sum_over_world(self, *values: torch.Tensor | float) -> torch.Tensor:
+        """Return the sum over all ranks of each value, in one small all-reduce; shape (len(values),)."""
+        device = self._executor.device
+        shared = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in values])
+        if self._grid.world_size > 1:
+            dist.all_reduce(shared)
         return shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from megatron.model.kv_cache import KVCache
 from megatron.model.norms import build_norm
 from megatron.model.positions import Float32Table, Rotary, alibi_slopes
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.tensor_parallel import TensorParallel
+from megatron.mpu.random_state import rank_random_stream
+from megatron.mpu.tensor_parallel import Placement, TensorParallel, partial_gradients
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.model import ModelArgs
@@ -32,10 +34,15 @@ class SelfAttention(nn.Module):
     With `use_qk_layernorm` queries and keys are normed over the features of each head, before rotation, by one norm for
     all queries and one for all keys (Dehghani et al. 2023, arXiv:2302.05442), so nothing depends on the tensor size.
     Attention is `scaled_dot_product_attention` at scale 1 / sqrt(D), whose scores and softmax are fp32.
+
+    Raises ConfigError when the heads cannot be divided over the tensor ranks.
     """
 
     def __init__(self, args: ModelArgs, layer_index: int, tensor_parallel: TensorParallel) -> None:
         super().__init__()
+        tensor_parallel.share_of("num_attention_heads", args.num_attention_heads)
+        tensor_parallel.share_of("num_kv_heads", args.num_kv_heads)
+        self.tensor_parallel = tensor_parallel
         self.layer_index = layer_index
         self.head_dim = args.hidden_size // args.num_attention_heads
         self.queries_per_group = args.num_attention_heads // args.num_kv_heads
@@ -74,6 +81,10 @@ class SelfAttention(nn.Module):
         y: torch.Tensor = self.dense(y_BNSD.transpose(1, 2).flatten(2))
         return y
 
+    def placements(self) -> Mapping[str, Placement]:
+        """The norms of queries and keys see this tensor rank's heads only."""
+        return {} if self.tensor_parallel.size == 1 else partial_gradients(self, "query_norm", "key_norm")
+
     def _project(self, x_BSH: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads_per_group = self.queries_per_group + 2
         qkv_BSGPD = self.query_key_value(x_BSH).unflatten(-1, (-1, heads_per_group, self.head_dim))
@@ -99,15 +110,19 @@ class SelfAttention(nn.Module):
             mask = alibi_bias(self.alibi.table, num_queries, num_keys, self.window).to(q_BNSD.dtype)
         elif num_queries > 1 and (start > 0 or not within_window):
             mask = causal_mask(num_queries, num_keys, self.window, q_BNSD.device)
-        return F.scaled_dot_product_attention(
+        attend = partial(
+            F.scaled_dot_product_attention,
             q_BNSD,
             k_BGTD,
             v_BGTD,
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None and num_queries > 1,
             enable_gqa=self.queries_per_group > 1,
         )
+        if self.dropout == 0 or not self.training:
+            return attend()
+        with rank_random_stream(self.tensor_parallel, q_BNSD.device):
+            return attend(dropout_p=self.dropout)
 
 
 def key_distances(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:

@@ -14,10 +14,10 @@ from megatron.monitor.throughput import Throughput
 
 
 class CommunicationTimes(Protocol):
-    """What the gradient collectives of one step cost this rank."""
+    """What some collectives of one step cost this rank."""
 
     @property
-    def grad_reduce_s(self) -> float:
+    def in_flight_s(self) -> float:
         """Flight time."""
 
     @property
@@ -53,8 +53,12 @@ class StepResult(Protocol):
         """Whether the update was left out because a gradient was not finite."""
 
     @property
-    def communication(self) -> CommunicationTimes | None:
+    def grad_reduce(self) -> CommunicationTimes | None:
         """None when nothing was reduced."""
+
+    @property
+    def param_gather(self) -> CommunicationTimes | None:
+        """None when nothing was gathered."""
 
 
 @dataclass
@@ -70,7 +74,8 @@ class _Interval:
     losses: list[torch.Tensor | float] = field(default_factory=list)
     norms: list[torch.Tensor | float | None] = field(default_factory=list)
     skipped: list[torch.Tensor | float] = field(default_factory=list)
-    communications: list[CommunicationTimes | None] = field(default_factory=list)
+    grad_reductions: list[CommunicationTimes | None] = field(default_factory=list)
+    param_gathers: list[CommunicationTimes | None] = field(default_factory=list)
 
     def step_time_s(self, elapsed_s: float) -> tuple[float, int]:
         """Mean time of the steps that count, and how many at the start do not (0 or 1)."""
@@ -83,7 +88,7 @@ class _Interval:
 class _Communication:
     """Means over steps."""
 
-    grad_reduce_s: float | None = None
+    in_flight_s: float | None = None
     exposed_s: float | None = None
     hidden_fraction: float | None = None
     bytes_sent: int | None = None
@@ -123,7 +128,8 @@ class IntervalMeter:
         interval.losses.append(_clone(result.loss))
         interval.norms.append(None if result.grad_norm is None else _clone(result.grad_norm))
         interval.skipped.append(_clone(result.skipped))
-        interval.communications.append(result.communication)
+        interval.grad_reductions.append(result.grad_reduce)
+        interval.param_gathers.append(result.param_gather)
         interval.learning_rate = result.learning_rate
         interval.loss_scale = result.loss_scale
         if self._is_first_step:
@@ -150,7 +156,8 @@ class IntervalMeter:
         is_skipped = [bool(value) for value in _read(interval.skipped)]
         self.num_skipped += sum(is_skipped)
         step_time_s, num_untimed = interval.step_time_s(self._elapsed_s())
-        communication = _mean_communication(interval.communications[num_untimed:])
+        reduced = _mean_communication(interval.grad_reductions[num_untimed:])
+        gathered = _mean_communication(interval.param_gathers[num_untimed:])
         record = TrainingRecord(
             iteration=iteration,
             lm_loss=_mean(_applied(_read(interval.losses), is_skipped)),
@@ -162,10 +169,13 @@ class IntervalMeter:
             tokens_per_s=self._throughput.tokens_per_s(step_time_s),
             tflops_per_device=self._throughput.tflops_per_device(step_time_s),
             mfu=self._throughput.mfu(step_time_s),
-            grad_reduce_s=communication.grad_reduce_s,
-            exposed_grad_reduce_s=communication.exposed_s,
-            hidden_fraction=communication.hidden_fraction,
-            grad_reduce_bytes=communication.bytes_sent,
+            grad_reduce_s=reduced.in_flight_s,
+            exposed_grad_reduce_s=reduced.exposed_s,
+            hidden_fraction=reduced.hidden_fraction,
+            grad_reduce_bytes=reduced.bytes_sent,
+            param_gather_s=gathered.in_flight_s,
+            exposed_param_gather_s=gathered.exposed_s,
+            param_gather_bytes=gathered.bytes_sent,
             peak_memory_bytes=peak_memory_bytes(self._device),
         )
         self._interval = _Interval(start_s=self._now_s())
@@ -213,12 +223,12 @@ def _mean_communication(steps: Sequence[CommunicationTimes | None]) -> _Communic
     measured = [step for step in steps if step is not None]
     if not measured:
         return _Communication()
-    grad_reduce_s = _mean([step.grad_reduce_s for step in measured])
+    in_flight_s = _mean([step.in_flight_s for step in measured])
     exposed_s = _mean([step.exposed_s for step in measured])
     return _Communication(
-        grad_reduce_s=grad_reduce_s,
+        in_flight_s=in_flight_s,
         exposed_s=exposed_s,
         # Two clocks are compared, so a reduction nothing hides may read a little above its flight time.
-        hidden_fraction=max(0.0, 1.0 - exposed_s / grad_reduce_s) if grad_reduce_s > 0 else None,
+        hidden_fraction=max(0.0, 1.0 - exposed_s / in_flight_s) if in_flight_s > 0 else None,
         bytes_sent=round(_mean([step.bytes_sent for step in measured])),
     )

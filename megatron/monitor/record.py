@@ -43,6 +43,12 @@ class TrainingRecord:
     """1 - exposed / flight time, 0 to 1."""
     grad_reduce_bytes: int | None
     """What one rank sends in one step."""
+    param_gather_s: float | None
+    """Flight time of the collectives that gather updated parameters; None when no rank updates shards."""
+    exposed_param_gather_s: float | None
+    """The part of it the training thread was blocked for."""
+    param_gather_bytes: int | None
+    """What one rank sends for it in one step."""
     peak_memory_bytes: int | None
     """High-water mark of rank 0 since the process started: device memory, or resident memory on CPU."""
 

@@ -18,6 +18,9 @@ _GROUP_OF_FIELD = {
     "exposed_grad_reduce_s": "communication",
     "hidden_fraction": "communication",
     "grad_reduce_bytes": "communication",
+    "param_gather_s": "communication",
+    "exposed_param_gather_s": "communication",
+    "param_gather_bytes": "communication",
     "peak_memory_bytes": "memory",
 }
 

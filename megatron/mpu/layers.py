@@ -7,14 +7,15 @@ starts from the same numbers whatever its tensor size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.errors import ConfigError
-from megatron.mpu.tensor_parallel import TensorParallel
+from megatron.mpu.column_linear import column_linear
+from megatron.mpu.mappings import sum_into_residual
+from megatron.mpu.tensor_parallel import Placement, TensorParallel
 
 InitMethod = Callable[[torch.Tensor, torch.Generator], None]
 """Fills a full weight in place from a generator."""
@@ -24,7 +25,10 @@ class ColumnParallelLinear(nn.Module):
     """`y_O = x_I @ weight_OI.T + bias_O` with the output features O split over the tensor ranks.
 
     `num_fused` > 1 says that the weight is that many equal matrices on top of each other, each split by itself: rank r
-    holds part r of every one of them, in the same order (gate and up projection of a gated MLP).
+    holds part r of every one of them, in the same order (gate and up projection of a gated MLP). With sequence
+    parallelism x is this rank's part of the sequence and is gathered first.
+
+    Raises ConfigError when the rows cannot be divided.
     """
 
     def __init__(
@@ -38,12 +42,12 @@ class ColumnParallelLinear(nn.Module):
         num_fused: int = 1,
     ) -> None:
         super().__init__()
-        refuse_split(tensor_parallel)
         self.tensor_parallel = tensor_parallel
         self.init_method = init_method
         self.num_fused = num_fused
         self.full_shape = (out_features, in_features)
-        local_out_features = out_features // tensor_parallel.size
+        rows_of_each = tensor_parallel.share_of("number of output features", out_features // num_fused)
+        local_out_features = num_fused * rows_of_each
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(local_out_features)) if bias else None
 
@@ -57,14 +61,21 @@ class ColumnParallelLinear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (..., in_features) to this rank's (..., out_features / size)."""
-        return F.linear(x, self.weight, self.bias)
+        """Map (B, S, in_features) to this rank's (B, S, out_features / size), S being whole in the output."""
+        return column_linear(x, self.weight, self.bias, self.tensor_parallel)
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Rows are split."""
+        return dict.fromkeys(("weight", "bias"), Placement(split_dim=0, num_fused=self.num_fused))
 
 
 class RowParallelLinear(nn.Module):
     """`y_O = x_I @ weight_OI.T + bias_O` with the input features I split over the tensor ranks.
 
-    The bias is whole on every rank and is added once, to the summed output.
+    The bias is whole on every rank and is added once, to the summed output. With sequence parallelism each rank gets
+    its part of the sequence of that sum.
+
+    Raises ConfigError when the columns cannot be divided.
     """
 
     def __init__(
@@ -77,11 +88,11 @@ class RowParallelLinear(nn.Module):
         tensor_parallel: TensorParallel,
     ) -> None:
         super().__init__()
-        refuse_split(tensor_parallel)
         self.tensor_parallel = tensor_parallel
         self.init_method = init_method
         self.full_shape = (out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features // tensor_parallel.size))
+        local_in_features = tensor_parallel.share_of("number of input features", in_features)
+        self.weight = nn.Parameter(torch.empty(out_features, local_in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def draw_parameters(self, generator_of: Callable[[str], torch.Generator]) -> None:
@@ -92,22 +103,40 @@ class RowParallelLinear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map this rank's (..., in_features / size) to the whole (..., out_features)."""
-        return F.linear(x, self.weight, self.bias)
+        """Map this rank's (B, S, in_features / size) to (B, S, out_features), or its part of that along S."""
+        if self.tensor_parallel.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = sum_into_residual(F.linear(x, self.weight), self.tensor_parallel)
+        return y if self.bias is None else y + self.bias
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Columns are split; the bias is whole, and under sequence parallelism sees a part of the sequence."""
+        return {
+            "weight": Placement(split_dim=1),
+            "bias": Placement(partial_gradient=self.tensor_parallel.splits_sequence),
+        }
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of `num_embeddings` vectors with the rows (the vocabulary) split over the tensor ranks."""
+    """A table of `num_embeddings` vectors with the rows (the vocabulary) split over the tensor ranks.
+
+    Raises ConfigError when the rows cannot be divided.
+    """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, init_method: InitMethod, tensor_parallel: TensorParallel
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod,
+        tensor_parallel: TensorParallel,
     ) -> None:
         super().__init__()
-        refuse_split(tensor_parallel)
         self.tensor_parallel = tensor_parallel
         self.init_method = init_method
         self.full_shape = (num_embeddings, embedding_dim)
-        self.weight = nn.Parameter(torch.empty(num_embeddings // tensor_parallel.size, embedding_dim))
+        num_local_embeddings = tensor_parallel.share_of("number of embeddings", num_embeddings)
+        self.weight = nn.Parameter(torch.empty(num_local_embeddings, embedding_dim))
 
     def draw_parameters(self, generator_of: Callable[[str], torch.Generator]) -> None:
         """Draw the full table, keep this rank's rows."""
@@ -115,8 +144,21 @@ class VocabParallelEmbedding(nn.Module):
         fill(self.weight, self.tensor_parallel.shard(full, dim=0))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map integer (...) to (..., embedding_dim), whole on every rank."""
-        return F.embedding(tokens, self.weight)
+        """Map integer tokens (B, S) to what this rank's rows add to (B, S, embedding_dim).
+
+        The sum over the ranks is the caller's: before positions are added it wants the whole, otherwise its part.
+        """
+        if self.tensor_parallel.size == 1:
+            return F.embedding(tokens, self.weight)
+        num_rows = self.weight.shape[0]
+        rows = tokens - self.tensor_parallel.rank * num_rows
+        elsewhere = (rows < 0) | (rows >= num_rows)
+        vectors = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Rows are split."""
+        return {"weight": Placement(split_dim=0)}
 
 
 def draw_full(shape: tuple[int, int], init_method: InitMethod, generator: torch.Generator) -> torch.Tensor:
@@ -130,12 +172,3 @@ def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Overwrite a parameter's values, with a cast to its dtype and device."""
     with torch.no_grad():
         parameter.copy_(values)
-
-
-def refuse_split(tensor_parallel: TensorParallel) -> None:
-    """Raise ConfigError for a tensor size these layers cannot be split to yet."""
-    if tensor_parallel.size != 1:
-        raise ConfigError(
-            f"model_parallel_size is {tensor_parallel.size}: layers split over tensor ranks are not supported yet, "
-            f"set model_parallel_size: 1"
-        )

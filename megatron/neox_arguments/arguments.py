@@ -22,6 +22,7 @@ from megatron.neox_arguments.optimizer import OptimizerArgs
 from megatron.neox_arguments.overrides import apply_overrides
 from megatron.neox_arguments.parallelism import ParallelismArgs
 from megatron.neox_arguments.section import Section
+from megatron.neox_arguments.tensor_split import notices_of_split
 from megatron.neox_arguments.text_generation import TextGenerationArgs
 from megatron.neox_arguments.training import TrainingArgs
 from megatron.neox_arguments.yaml_files import Setting, read_files
@@ -128,6 +129,7 @@ def _build(settings: dict[str, Setting], world_size: WorldSize) -> NeoXArgs:
     derived = derive.derive(sections, world_size, problems)
     if problems:
         raise ConfigError("\n".join(problems))
+    notices.extend(notices_of_split(derived["parallelism"]))
     return NeoXArgs(
         **derived,
         flat={key: setting.value for key, setting in settings.items()},

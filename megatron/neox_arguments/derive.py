@@ -16,6 +16,7 @@ from megatron.neox_arguments.optimizer import PARAMS_OF, OptimizerArgs
 from megatron.neox_arguments.parallelism import ParallelismArgs, WireDtype
 from megatron.neox_arguments.section import DERIVED
 from megatron.neox_arguments.supported import check_supported
+from megatron.neox_arguments.tensor_split import problems_of_split
 from megatron.neox_arguments.training import TrainingArgs
 
 WorldSize = int | Callable[[LaunchArgs], int] | None
@@ -47,8 +48,12 @@ def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[st
     work_out("optimizer", derive_optimizer, given("optimizer"), given("training"))
     work_out("parallelism", _grid(world_size), given("parallelism"), given("optimizer"), given("launch"))
     work_out("training", derive_training, given("training"), derived.get("parallelism"))
+    if "parallelism" in derived and "model" in derived:
+        problems.extend(_problems_of_stages(derived["parallelism"].pipe_parallel_size, derived["model"].num_layers))
     if "parallelism" in derived:
         problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
+        if "model" in derived:
+            problems.extend(problems_of_split(derived["model"], derived["parallelism"]))
     return derived
 
 
@@ -69,6 +74,16 @@ def _world_size(given: WorldSize, launch: LaunchArgs, parallelism: ParallelismAr
     if launch.num_gpus is not None:
         return launch.num_gpus * max(launch.num_nodes, 1)
     return parallelism.world_size or max(parallelism.pipe_parallel_size, 1) * parallelism.model_parallel_size
+
+
+def _problems_of_stages(num_stages: int, num_blocks: int) -> list[str]:
+    num_layers = num_blocks + 3
+    if num_stages <= num_layers:
+        return []
+    return [
+        f"pipe_parallel_size {num_stages} is more than the {num_layers} layers there are to divide: embedding, "
+        f"num_layers {num_blocks} blocks, final norm and head"
+    ]
 
 
 def pad_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:

@@ -243,11 +243,6 @@ PARTLY_SUPPORTED: dict[str, PartlySupported] = {
     "do_train": PartlySupported(lambda value: value is True, None, _LAUNCHER),
     "do_valid": PartlySupported(lambda value: value is True, None, _LAUNCHER),
     "do_test": PartlySupported(lambda value: value is True, None, _LAUNCHER),
-    "pipe_partition_method": PartlySupported(
-        lambda value: value in ("uniform", "parameters") or str(value).startswith("type:"),
-        "type:transformer|mlp",
-        "with one stage there is nothing to partition",
-    ),
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megatron.neox_arguments.section import (
     DERIVED,
@@ -18,15 +19,31 @@ from megatron.neox_arguments.section import (
 WireDtype = Literal["fp32", "bfloat16", "fp16"]
 
 
+def _partition_method(value: str) -> str:
+    if value in ("uniform", "parameters"):
+        return value
+    if not value.startswith("type:"):
+        raise ValueError("is neither uniform nor parameters nor type:<regular expression>")
+    try:
+        re.compile(value.removeprefix("type:"))
+    except re.error as error:
+        raise ValueError(f"has a regular expression that is none: {error}") from error
+    return value
+
+
 class ParallelismArgs(Section):
     """The rank grid and the reduction of gradients."""
 
     pipe_parallel_size: NonNegativeInt = 0
     """Number of pipeline stages. 0 and 1 mean the same: one stage, no pipeline."""
+    pipe_partition_method: Annotated[str, AfterValidator(_partition_method)] = "type:transformer|mlp"
+    """How layers are divided into stages, the heaviest as light as it can be. What a layer weighs: `uniform` 1,
+    `parameters` as many as it has, `type:<regular expression>` 1 if its name matches; only blocks have one."""
     model_parallel_size: PositiveInt = 1
     """Number of ranks that split each layer (tensor parallelism)."""
     sequence_parallel: bool = False
-    """Split the activations between the tensor ranks' layers along the sequence. Not supported yet."""
+    """Split what lies between the layers of tensor ranks (norms, dropout, residuals) along the sequence, for memory.
+    `seq_length` must be a multiple of `model_parallel_size`; without effect at `model_parallel_size` 1."""
     data_parallel_size: PositiveInt = DERIVED
     """Derived: world size over pipe and tensor sizes. If set, it must be just that."""
     world_size: PositiveInt = DERIVED

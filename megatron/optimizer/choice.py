@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,7 @@ import torch
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.lion import Lion
 from megatron.optimizer.loss_scale import LossScale
+from megatron.optimizer.weights import OwnedWeights
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lion"]
 
@@ -33,9 +33,9 @@ class UpdateRule:
     eps: float = 1e-8
     momentum: float = 0.0
 
-    def build_inner(self, masters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the torch optimizer over `masters`, one fused kernel a tensor."""
-        groups = _weight_decay_groups(masters, self.weight_decay)
+    def build_inner(self, weights: OwnedWeights) -> torch.optim.Optimizer:
+        """Return the torch optimizer over the masters, one fused kernel a tensor."""
+        groups = _weight_decay_groups(weights, self.weight_decay)
         if self.name == "lion":
             return Lion(groups, lr=self.schedule.peak, betas=self.betas)
         if self.name == "sgd":
@@ -44,16 +44,16 @@ class UpdateRule:
 
 
 def _weight_decay_groups(
-    masters: Mapping[str, torch.nn.Parameter], weight_decay: float
+    weights: OwnedWeights, weight_decay: float
 ) -> list[dict[str, list[torch.nn.Parameter] | float]]:
     """Split into decayed matrices and the rest: norms and biases, which have one dim or none, are not decayed."""
-    decayed = [master for master in masters.values() if master.ndim >= 2]
-    others = [master for master in masters.values() if master.ndim < 2]
+    decayed = [master for name, master in weights.masters.items() if len(weights.shapes[name]) >= 2]
+    others = [master for name, master in weights.masters.items() if len(weights.shapes[name]) < 2]
     groups: list[dict[str, list[torch.nn.Parameter] | float]] = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]] or [{"params": [], "weight_decay": 0.0}]
 
 
 def _sgd(groups: list[dict], learning_rate: float, momentum: float) -> torch.optim.SGD:

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 
-def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all gradients taken as one vector, a 0-dim tensor on their device.
+@dataclass(frozen=True)
+class GlobalNorm:
+    """The 2-norm of all gradients of the model taken as one vector, however they are spread over ranks.
 
-    The gradients have been averaged over the data ranks, so every data rank gets the same value, bit for bit.
+    Every element must be counted on one rank of `group` only: `counted` are the parameters this rank answers for
+    (None: all it has). `group` None means that every rank has everything.
     """
-    return torch.nn.utils.get_total_norm(list(gradients), norm_type=2.0)
+
+    device: torch.device
+    counted: Collection[str] | None = None
+    group: dist.ProcessGroup | None = None
+
+    def of(self, gradients: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
+        """Return the norm of the gradients times `factor`, a 0-dim tensor on their device, equal on all ranks.
+
+        Collective over `group`. A gradient that is not finite anywhere makes it infinite or NaN everywhere.
+        """
+        mine = [gradient for name, gradient in gradients.items() if self.counted is None or name in self.counted]
+        norm = torch.nn.utils.get_total_norm(mine, norm_type=2.0) if mine else torch.zeros(())
+        return self._over_ranks(norm.to(self.device) * factor)
+
+    def spoil(self) -> None:
+        """Make the norm NaN on all ranks that call `of`. Collective over `group`."""
+        self._over_ranks(torch.full((), float("nan"), device=self.device))
+
+    def _over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return norm
+        # Squares are summed after unscaling: those of scaled gradients might not fit.
+        square = norm.square()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The update: averaged gradients in, new parameters out.
 
-Unscale, check for overflow, global norm, clip, update of the fp32 master weights, copy to the training dtype. The
-reducer hands over each gradient when the reduction has finished; DeepSpeed calls `step` at the end of its own.
+Unscale, check for overflow, global norm, clip, update of the fp32 master weights, copy to the training dtype, and where
+ranks update shards, gather them. The reducer hands over each gradient when the reduction has finished; DeepSpeed calls
+`step` at the end of its own.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 
 import torch
 
+from megatron.data_parallel.exposure import CollectiveTimes
 from megatron.data_parallel.grad_reducer import GradReducer
-from megatron.errors import ConfigError, DivergenceError
-from megatron.optimizer.global_norm import clip_factor, global_norm
+from megatron.data_parallel.param_gather import ParameterGather
+from megatron.errors import DivergenceError
+from megatron.optimizer.global_norm import GlobalNorm, clip_factor
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.loss_scale import LossScale
+from megatron.optimizer.weights import OwnedWeights
 
 _log = logging.getLogger(__name__)
 
@@ -49,30 +53,8 @@ class OptimizerProgress:
     loss_scale: Mapping[str, float]
 
 
-def master_weights(parameters: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
-    """Cast `parameters` to `dtype` in place and return the fp32 weights that the optimizer updates.
-
-    For fp32 these are the parameters themselves; otherwise copies that keep the bits the cast drops. Frozen
-    parameters are cast too and have no master.
-
-    Raises ConfigError for a parameter that leaves gaps in memory, which fused kernels would read.
-    """
-    masters: dict[str, torch.nn.Parameter] = {}
-    for name, parameter in parameters.items():
-        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
-            raise ConfigError(f"parameter {name} does not fill its memory (strides {list(parameter.stride())})")
-        if parameter.dtype == dtype:
-            master = parameter
-        else:
-            master = torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
-            parameter.data = parameter.detach().to(dtype)
-        if parameter.requires_grad:
-            masters[name] = master
-    return masters
-
-
 class MixedPrecisionOptimizer:
-    """One torch optimizer over fp32 master weights, fed by a `GradReducer`.
+    """One torch optimizer over the fp32 weights this rank owns, fed by a `GradReducer`.
 
     Whether an update was skipped is known on the device at once and on the host only when it is needed, at the next
     step: `settle` reads it then, so that no step waits for its own outcome.
@@ -80,21 +62,21 @@ class MixedPrecisionOptimizer:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        masters: Mapping[str, torch.nn.Parameter],
+        weights: OwnedWeights,
         reducer: GradReducer,
         *,
         inner: torch.optim.Optimizer,
         schedule: LearningRateSchedule,
         loss_scale: LossScale | None,
         max_norm: float,
+        norm: GlobalNorm,
+        gather: ParameterGather | None = None,
     ) -> None:
-        self._masters = dict(masters)
-        self._copies = [
-            (parameters[name], master) for name, master in masters.items() if parameters[name] is not master
-        ]
-        self._parameters = {name: parameters[name] for name in masters}
+        self._weights = weights
+        self._separate = weights.separate
         self._reducer = reducer
+        self._norm = norm
+        self._gather = gather
         self._inner = inner
         self._schedule = schedule
         self._loss_scale = loss_scale
@@ -119,29 +101,41 @@ class MixedPrecisionOptimizer:
         self.settle()
         scale = None if self._loss_scale is None else self._loss_scale.value
         gradients = self._reducer.gradients()
-        norm = global_norm(gradients.values()) / (scale or 1.0)
+        norm = self._norm.of(gradients, 1.0 / (scale or 1.0))
         skipped = 1.0 - torch.isfinite(norm).float()
         # A norm that is not finite has no clip factor; what the kernel would do with it is undone by found_inf.
         divisor = (scale or 1.0) / clip_factor(norm.nan_to_num(), self._max_norm)
         learning_rate = self._schedule.at(self._num_updates + 1)
         self._update(gradients, learning_rate, divisor, skipped)
         self._reducer.release()
+        if self._gather is not None:
+            self._gather.run()
         self._unsettled = skipped
         return UpdateOutcome(norm, skipped, learning_rate, scale)
+
+    @torch.no_grad()
+    def abandon_step(self) -> None:
+        """Take part in what the other ranks do in `step`, for a step that failed here: they will skip it.
+
+        Collective, as `step` is where ranks update shards or hold different parameters.
+        """
+        self._norm.spoil()
+        if self._gather is not None:
+            self._gather.run()
 
     def _update(
         self, gradients: dict[str, torch.Tensor], learning_rate: float, divisor: torch.Tensor, skipped: torch.Tensor
     ) -> None:
         """Run the inner optimizer, which divides the gradients and honours `skipped` inside its kernel."""
-        for name, master in self._masters.items():
+        for name, master in self._weights.masters.items():
             master.grad = gradients[name]
         for group in self._inner.param_groups:
             group["lr"] = learning_rate
         amp: Any = self._inner
         amp.grad_scale, amp.found_inf = divisor, skipped
         self._inner.step()
-        for parameter, master in self._copies:
-            parameter.copy_(master)
+        for value, master in self._separate:
+            value.copy_(master)
             master.grad = None
 
     @torch.no_grad()
@@ -150,10 +144,12 @@ class MixedPrecisionOptimizer:
 
         A step that overflows allocates everything and changes nothing.
         """
-        zeros = {name: torch.zeros_like(master) for name, master in self._masters.items()}
+        zeros = {name: torch.zeros_like(master) for name, master in self._weights.masters.items()}
+        if not zeros:
+            return
         device = next(iter(zeros.values())).device
         self._update(zeros, 0.0, torch.ones((), device=device), torch.ones((), device=device))
-        for master in self._masters.values():
+        for master in self._weights.masters.values():
             master.grad = None
 
     def settle(self) -> None:
@@ -195,22 +191,35 @@ class MixedPrecisionOptimizer:
         if self._loss_scale is not None:
             self._loss_scale.restore(progress.loss_scale)
 
+    @property
+    def gathers(self) -> list[CollectiveTimes]:
+        """When the parameters of the last step were gathered, by bucket; empty where all of them are whole."""
+        return [] if self._gather is None else self._gather.collectives
+
+    @property
+    def shards(self) -> Mapping[str, range] | None:
+        """Which elements, in memory order, of each parameter this rank has the state of; None: all of every one."""
+        return self._weights.runs
+
     def named_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return each parameter's optimizer state by name, `master` included where it is not the parameter itself.
 
-        The tensors are the live ones, to be read or written in place. Shapes are the parameter's, but for 0-dim
-        counters.
+        The tensors are the live ones, to be read or written in place. Shapes are the parameter's, or with `shards`
+        those of flat runs, but for 0-dim counters.
         """
         self.settle()
         state: dict[str, dict[str, torch.Tensor]] = {}
-        for name, master in self._masters.items():
-            state[name] = {key: value for key, value in self._inner.state[master].items() if torch.is_tensor(value)}
-            if master is not self._parameters[name]:
-                state[name]["master"] = master.detach()
+        separate = {id(master) for _, master in self._separate}
+        for name, master in self._weights.masters.items():
+            tensors = {key: value for key, value in self._inner.state[master].items() if torch.is_tensor(value)}
+            if id(master) in separate:
+                tensors["master"] = master.detach()
+            flat = self.shards is not None
+            state[name] = {key: value.view(-1) if flat and value.ndim else value for key, value in tensors.items()}
         return state
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Make the master weights from parameters that were just written from outside, as a load of weights does."""
-        for parameter, master in self._copies:
-            master.copy_(parameter)
+        for value, master in self._separate:
+            master.copy_(value)

@@ -45,9 +45,9 @@ def join_ranks(parallelism: ParallelismArgs, rank: RankInfo) -> torch.device:
     return device
 
 
-def seed_random_streams(seed: int, data_rank: int) -> None:
-    """Seed dropout and whatever else draws at run time; each data rank has a stream of its own."""
-    mixed = int(np.random.SeedSequence([seed, data_rank]).generate_state(1)[0])
+def seed_random_streams(seed: int, *, data_rank: int, stage: int) -> None:
+    """Seed dropout and whatever else draws at run time; each data rank and each stage has a stream of its own."""
+    mixed = int(np.random.SeedSequence([seed, data_rank, stage]).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
     torch.manual_seed(mixed)

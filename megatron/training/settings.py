@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.checkpointing import save_iterations
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.engine.build import ReductionSettings
 from megatron.monitor.device_peak import peak_tflops
 from megatron.monitor.throughput import DecoderShape, Throughput, flops_per_token
@@ -31,6 +31,7 @@ def reduction_settings(args: ParallelismArgs) -> ReductionSettings:
             predivide_factor=args.gradient_predivide_factor,
             average_in_collective=args.average_in_collective,
         ),
+        zero_stage=args.zero_stage,
         bucket_elements=args.ddp_bucket_size,
         check_for_nan=args.check_for_nan_in_grad,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ from megatron.data.loader import MicroBatchLoader, MicroBatchOrder
 from megatron.data.micro_batch import Collate, MicroBatch
 from megatron.data.tokenization_record import check_tokenizer
 from megatron.engine.build import build_engine
+from megatron.engine.stages import num_parameters, stage_specs
 from megatron.engine.training_engine import TrainingEngine
 from megatron.launch.environment import RankInfo
 from megatron.model.decoder import Decoder, decoder_layers
 from megatron.monitor.build import build_sinks
 from megatron.monitor.interval import IntervalMeter
 from megatron.mpu.grid import ParallelGrid, build_grid, warm_up
-from megatron.mpu.tensor_parallel import TensorParallel
+from megatron.mpu.tensor_parallel import NOT_SPLIT, TensorParallel
 from megatron.neox_arguments import NeoXArgs, deepspeed_config
 from megatron.neox_arguments.data import DataArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -57,6 +59,7 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     grid = build_grid(
         pipe_parallel_size=args.parallelism.pipe_parallel_size,
         model_parallel_size=args.parallelism.model_parallel_size,
+        timeout=timedelta(seconds=args.parallelism.distributed_timeout_seconds),
     )
     warm_up(grid, device)
     tokenizer = build_tokenizer(args.data.tokenizer_type, args.data.vocab_file, args.data.merge_file)
@@ -65,8 +68,8 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     check_loadable(args.checkpoint, args.model, vocab_size=tokenizer.vocab_size)
     splits = _open_data(args, is_builder=rank.local_rank == 0)
 
-    seed_random_streams(args.training.seed, grid.data.rank)
-    model = _build_model(args)
+    seed_random_streams(args.training.seed, data_rank=grid.data.rank, stage=grid.pipe.rank)
+    model = _build_model(args, grid)
     engine = _build_engine(args, model, grid)
     checkpoints = Checkpoints(args.checkpoint, args.model, tokenizer.vocab_size, model.decoder, engine, grid, device)
     state, random_state = checkpoints.load()
@@ -116,13 +119,19 @@ def _open_data(args: NeoXArgs, *, is_builder: bool) -> Splits:
     )
 
 
-def _build_model(args: NeoXArgs) -> LanguageModel:
-    """The decoder with starting weights that depend on the seed alone, in fp32."""
-    return LanguageModel(Decoder(decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel())))
+def _build_model(args: NeoXArgs, grid: ParallelGrid) -> LanguageModel:
+    """This rank's part of the decoder, in fp32; the whole's starting weights depend on the seed alone."""
+    tensor_parallel = TensorParallel(
+        grid.tensor.rank, grid.tensor.size, grid.tensor.handle, args.parallelism.sequence_parallel
+    )
+    whole = decoder_layers(args.model, seed=args.training.seed, tensor_parallel=NOT_SPLIT)
+    _log.info("%.1f M parameters", sum(num_parameters(layer) for layer in whole if not layer.is_tied_head) / 1e6)
+    layers = decoder_layers(args.model, seed=args.training.seed, tensor_parallel=tensor_parallel)
+    mine = stage_specs(layers, args.parallelism.pipe_partition_method, stage=grid.pipe.rank, num_stages=grid.pipe.size)
+    return LanguageModel(Decoder(mine), tensor_parallel)
 
 
 def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> TrainingEngine:
-    _log.info("%.1f M parameters", sum(parameter.numel() for parameter in model.parameters()) / 1e6)
     return build_engine(
         model,
         grid=grid,

@@ -79,7 +79,7 @@ def _one_rank(rank):
         torch.equal(gradients[name], before[name].grad if before[name].grad is not None else torch.zeros(5))
         for name in gradients
     )
-    return same, sum(hooks_before.values()), len(trainer.reducer.bucket_times)
+    return same, sum(hooks_before.values()), len(trainer.reducer.collectives)
 
 
 def test_contract_03_one_data_rank_has_no_hook_no_bucket_and_the_same_values():

@@ -37,7 +37,7 @@ def _launches_per_micro_batch(rank, accumulation):
         trainer.backward(1, after_backward=lambda _: counts.append(collectives.count))
         trainer.reducer.finish()
     gradients = {name: gradient.clone() for name, gradient in trainer.reducer.gradients().items()}
-    bytes_sent = summarise(trainer.reducer.bucket_times).bytes_sent
+    bytes_sent = summarise(trainer.reducer.collectives).bytes_sent
     plan_bytes = 4 * sum(bucket.num_elements for bucket in trainer.plan.buckets)
     return counts, bytes_sent, plan_bytes, gradients, len(trainer.plan.buckets)
 
@@ -71,17 +71,17 @@ def _times(rank):
     for name, parameter in trainer.parameters.items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
     launched_during_backward = []
-    trainer.reducer.begin_step()
+    trainer.reducer.begin_step(1)
     loss = loss_of(trainer.model, tokens_of(1, 0, rank))
-    with trainer.reducer.backward_pass(is_boundary=True):
+    with trainer.reducer.backward_pass():
         loss.backward()
-    launched_during_backward = [times.index for times in trainer.reducer.bucket_times if times.launched is not None]
+    launched_during_backward = [times.bucket for times in trainer.reducer.collectives]
     trainer.reducer.finish()
     return (
         launched_during_backward,
         [[slot.name for slot in bucket.slots] for bucket in trainer.plan.buckets],
         fired,
-        all(times.landed.seconds_since(times.launched) > 0 for times in trainer.reducer.bucket_times),
+        all(times.landed.seconds_since(times.launched) > 0 for times in trainer.reducer.collectives),
     )
 
 
@@ -198,9 +198,9 @@ def test_contract_10_every_collective_is_waited_for():
 def _one_after_the_other(rank):
     trainer = Trainer(Options(overlap=False))
     trainer.backward(1)
-    launched = [times.index for times in trainer.reducer.bucket_times if times.launched is not None]
+    launched = [times.bucket for times in trainer.reducer.collectives]
     trainer.reducer.finish()
-    return launched, [times.index for times in trainer.reducer.bucket_times if times.launched is not None]
+    return launched, [times.bucket for times in trainer.reducer.collectives]
 
 
 def test_without_overlap_nothing_is_launched_before_finish():

@@ -96,10 +96,10 @@ def test_contract_28_a_backward_outside_the_step_launches_nothing_and_counts_as_
 
 def _late_firing(rank):
     trainer = Trainer(Options(bucket_elements=1))
-    trainer.reducer.begin_step()
+    trainer.reducer.begin_step(1)
     loss = loss_of(trainer.model, tokens_of(1, 0, rank))
     try:
-        with trainer.reducer.backward_pass(is_boundary=True):
+        with trainer.reducer.backward_pass():
             loss.backward(retain_graph=True)
             loss.backward()
     except RuntimeError as error:
@@ -118,8 +118,9 @@ class _BoomError(Exception):
     pass
 
 
-def _fails_in_backward(rank, failing_ranks):
-    trainer, quiet = Trainer(Options()), Trainer(Options())
+def fails_in_backward(rank, failing_ranks, options=Options()):  # noqa: B008
+    """Fail in the first step's backward, train two more; return error, skipped, weights, and those of a quiet run."""
+    trainer, quiet = Trainer(options), Trainer(options)
 
     def boom(grad):
         raise _BoomError("original text")
@@ -134,7 +135,8 @@ def _fails_in_backward(rank, failing_ranks):
         skipped = float(trainer.optimizer.step().skipped)
     except _BoomError as error:
         error_text, skipped = str(error), None
-        trainer.reducer.abort()
+        if trainer.reducer.abort():
+            trainer.optimizer.abandon_step()
     if handle is not None:
         handle.remove()
     for step in (2, 3):
@@ -144,13 +146,13 @@ def _fails_in_backward(rank, failing_ranks):
 
 
 def test_contract_30_a_failed_backward_keeps_its_error_and_the_process_can_train_on():
-    for error, _, weights, quiet in run_ranks(2, _fails_in_backward, (0, 1)):
+    for error, _, weights, quiet in run_ranks(2, fails_in_backward, (0, 1)):
         assert error == "original text"
         assert_same_bits(weights, quiet)
 
 
 def test_contract_30_when_one_rank_fails_no_other_takes_the_step():
-    (error_0, _, weights_0, _), (error_1, skipped_1, weights_1, _) = run_ranks(2, _fails_in_backward, (0,))
+    (error_0, _, weights_0, _), (error_1, skipped_1, weights_1, _) = run_ranks(2, fails_in_backward, (0,))
     assert error_0 == "original text" and error_1 is None
     assert skipped_1 == 1.0
     assert_same_bits(weights_0, weights_1)
@@ -170,7 +172,7 @@ def _out_of_order(rank):
     refuse(trainer.reducer.finish)
     trainer.backward(1)
     refuse(trainer.optimizer.step)
-    refuse(trainer.reducer.begin_step)
+    refuse(lambda: trainer.reducer.begin_step(1))
     trainer.reducer.finish()
     trainer.reducer.finish()
     trainer.optimizer.step()

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.exposure import summarise
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
 from megatron.errors import DivergenceError
 from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from tests.distributed.ranks import run_ranks
@@ -26,7 +26,7 @@ def _gradients(rank, options):
     trainer = Trainer(options)
     trainer.backward(1)
     trainer.reducer.finish()
-    times = summarise(trainer.reducer.bucket_times)
+    times = summarise(trainer.reducer.collectives)
     return {name: gradient.clone() for name, gradient in trainer.reducer.gradients().items()}, times.bytes_sent
 
 

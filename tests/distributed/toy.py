@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
+from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionGroup, plan_buckets
 from megatron.data_parallel.ready_order import (
     agree_on_order,
@@ -18,9 +20,12 @@ from megatron.data_parallel.ready_order import (
     complete_ready_order,
     record_ready_order,
 )
+from megatron.data_parallel.roll_call import RollCall
+from megatron.optimizer.global_norm import GlobalNorm
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.loss_scale import LossScale
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, UpdateOutcome, master_weights
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, UpdateOutcome
+from megatron.optimizer.weights import cast_parameters, shard_weights
 
 VOCABULARY, HIDDEN = 64, 24
 
@@ -84,6 +89,7 @@ class Options:
     learning_rate: float = 1e-2
     check_for_nan: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    zero_stage: int = 0
 
 
 class Trainer:
@@ -97,31 +103,39 @@ class Trainer:
         loss_scale: LossScale | None = None,
         rehearse: bool = True,
         loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+        roll_call: RollCall | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.options = options
         self.loss_of = loss_of
         self.model = model if model is not None else ToyModel(tied=options.tied)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.group = ReductionGroup("data", self.size, self.size, dist.group.WORLD if self.size > 1 else None)
+        handle = dist.new_group(timeout=timeout) if timeout is not None else dist.group.WORLD
+        self.group = ReductionGroup("data", self.size, self.size, self.rank, handle if self.size > 1 else None)
         named = dict(self.model.named_parameters())
-        masters = master_weights(named, options.dtype)
-        self.parameters = {name: parameter for name, parameter in named.items() if name in masters}
+        weights = cast_parameters(named, options.dtype)
+        self.parameters = {name: parameter for name, parameter in named.items() if name in weights.masters}
         self.plan = self._plan(rehearse)
         self.reducer = GradReducer(
             named,
             self.plan,
             arithmetic=options.arithmetic,
             overlap=options.overlap,
+            scatter_every_backward=options.zero_stage >= 2,
             check_for_nan=options.check_for_nan,
+            roll_call=roll_call,
         )
+        self.gather = ParameterGather(named, self.plan)
+        weights = shard_weights(weights, self.gather)
         self.optimizer = MixedPrecisionOptimizer(
-            named,
-            masters,
+            weights,
             self.reducer,
-            inner=options.optimizer(list(masters.values()), fused=True),
+            inner=options.optimizer(list(weights.masters.values()), fused=True),
             schedule=LearningRateSchedule(options.learning_rate, 0.0, 2, 100, "cosine"),
             loss_scale=loss_scale,
             max_norm=options.max_norm,
+            norm=GlobalNorm(torch.device("cpu"), group=self.group.handle if options.zero_stage else None),
+            gather=self.gather,
         )
 
     def _plan(self, rehearse: bool):
@@ -131,17 +145,23 @@ class Trainer:
                 self.loss_of(self.model, tokens_of(0, 0, 0)).backward()
             order = complete_ready_order(seen, self.parameters)
         order = agree_on_order(order, self.group.handle)
-        plan = plan_buckets(order, self.parameters, lambda _: self.group, bucket_elements=self.options.bucket_elements)
+        plan = plan_buckets(
+            order,
+            self.parameters,
+            lambda _: self.group,
+            bucket_elements=self.options.bucket_elements,
+            sharded=self.options.zero_stage >= 1,
+        )
         check_plans_agree(plan, self.group.handle)
         return plan
 
     def backward(self, step: int, after_backward: Callable[[int], None] | None = None) -> float:
         """Run all micro-batches of a step, boundary included, without finishing the reduction."""
-        self.reducer.begin_step()
+        self.reducer.begin_step(self.options.accumulation)
         total = 0.0
         for micro_batch in range(self.options.accumulation):
             loss = self.loss_of(self.model, tokens_of(step, micro_batch, self.rank)) / self.options.accumulation
-            with self.reducer.backward_pass(is_boundary=micro_batch == self.options.accumulation - 1):
+            with self.reducer.backward_pass():
                 self.optimizer.scale_loss(loss).backward()
             total += float(loss.detach())
             if after_backward is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.data_parallel.grad_bucket import ReductionArithmetic
+from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.engine.build import ReductionSettings, build_engine
 from megatron.mpu.grid import build_grid
 from megatron.optimizer.choice import UpdateRule

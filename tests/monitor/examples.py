@@ -19,6 +19,9 @@ TRAINING = TrainingRecord(
     exposed_grad_reduce_s=0.0625,
     hidden_fraction=0.875,
     grad_reduce_bytes=82_400_000,
+    param_gather_s=0.25,
+    exposed_param_gather_s=0.2,
+    param_gather_bytes=41_200_000,
     peak_memory_bytes=1 << 30,
 )
 ONE_RANK_FP32 = replace(
@@ -30,5 +33,8 @@ ONE_RANK_FP32 = replace(
     exposed_grad_reduce_s=None,
     hidden_fraction=None,
     grad_reduce_bytes=None,
+    param_gather_s=None,
+    exposed_param_gather_s=None,
+    param_gather_bytes=None,
 )
 VALIDATION = ValidationRecord.of_loss(10, "valid", 2.3)

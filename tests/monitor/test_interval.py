@@ -14,7 +14,7 @@ THROUGHPUT = Throughput(tokens_per_step=1000, flops_per_token=10**9, num_devices
 
 @dataclass(frozen=True)
 class Times:
-    grad_reduce_s: float
+    in_flight_s: float
     exposed_s: float
     bytes_sent: int
 
@@ -26,7 +26,8 @@ class Result:
     learning_rate: float = 0.1
     loss_scale: float | None = None
     skipped: torch.Tensor | bool = False
-    communication: Times | None = None
+    grad_reduce: Times | None = None
+    param_gather: Times | None = None
 
 
 def result(loss, **others):
@@ -54,15 +55,18 @@ def run(meter, clock, results, *, step_s=2.0):
 
 def test_with_one_step_the_row_is_the_step(clock):
     meter = IntervalMeter(THROUGHPUT, CPU, clock=clock)
-    times = Times(grad_reduce_s=0.8, exposed_s=0.2, bytes_sent=4096)
+    times = Times(in_flight_s=0.8, exposed_s=0.2, bytes_sent=4096)
     loss = torch.tensor(1 / 3)
-    run(meter, clock, [Result(loss, torch.tensor(2.5), 3e-4, 1024.0, torch.tensor(False), times)])
+    run(
+        meter, clock, [Result(loss, torch.tensor(2.5), 3e-4, 1024.0, torch.tensor(False), times, Times(0.6, 0.3, 2048))]
+    )
     record = meter.end_interval(1)
     assert (record.iteration, record.lm_loss, record.grad_norm) == (1, loss.item(), 2.5)
     assert (record.learning_rate, record.loss_scale, record.skipped) == (3e-4, 1024.0, 0)
     assert (record.step_time_s, record.tokens_per_s, record.tflops_per_device) == (2.0, 500.0, 0.25)
     assert (record.grad_reduce_s, record.exposed_grad_reduce_s, record.grad_reduce_bytes) == (0.8, 0.2, 4096)
     assert record.hidden_fraction == pytest.approx(0.75)
+    assert (record.param_gather_s, record.exposed_param_gather_s, record.param_gather_bytes) == (0.6, 0.3, 2048)
     assert record.mfu is None
     assert record.peak_memory_bytes > 1 << 20
 
@@ -105,8 +109,8 @@ def test_a_loss_buffer_the_engine_uses_again_is_not_read_late(clock):
 def test_the_first_step_of_the_process_is_left_out_of_the_times(clock):
     meter = IntervalMeter(THROUGHPUT, CPU, clock=clock)
     slow, fast = Times(9.0, 9.0, 8), Times(0.5, 0.25, 8)
-    run(meter, clock, [result(1.0, communication=slow)], step_s=30.0)
-    run(meter, clock, [result(1.0, communication=fast)] * 3)
+    run(meter, clock, [result(1.0, grad_reduce=slow)], step_s=30.0)
+    run(meter, clock, [result(1.0, grad_reduce=fast)] * 3)
     record = meter.end_interval(4)
     assert (record.step_time_s, record.grad_reduce_s, record.hidden_fraction) == (2.0, 0.5, 0.5)
     run(meter, clock, [result(1.0)] * 2, step_s=3.0)
@@ -150,11 +154,12 @@ def test_without_communication_or_norm_the_fields_do_not_apply(clock):
     assert record.grad_norm is None
     assert record.grad_reduce_s is record.exposed_grad_reduce_s is record.hidden_fraction is None
     assert record.grad_reduce_bytes is None
+    assert record.param_gather_s is record.exposed_param_gather_s is record.param_gather_bytes is None
 
 
 def test_a_reduction_nothing_hides_has_fraction_zero(clock):
     meter = IntervalMeter(THROUGHPUT, CPU, clock=clock)
-    run(meter, clock, [result(1.0, communication=Times(0.5, 0.5001, 8))])
+    run(meter, clock, [result(1.0, grad_reduce=Times(0.5, 0.5001, 8))])
     assert meter.end_interval(1).hidden_fraction == 0.0
 
 

@@ -22,6 +22,9 @@ TRAINING_KEYS = [
     "exposed_grad_reduce_s",
     "hidden_fraction",
     "grad_reduce_bytes",
+    "param_gather_s",
+    "exposed_param_gather_s",
+    "param_gather_bytes",
     "peak_memory_bytes",
 ]
 

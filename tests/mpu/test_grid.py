@@ -1,5 +1,7 @@
 """The rank grid against its definition, for every way of dividing four ranks."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,13 +37,21 @@ def _expected(rank, pipe, tensor, world_size):
         at = {**place, **moved}
         return (at["pipe"] * data + at["data"]) * tensor + at["tensor"]
 
-    return [
-        (tuple(rank_at(**{axis: index}) for index in range(size)), place[axis], size)
-        for axis, size in (("pipe", pipe), ("data", data), ("tensor", tensor))
-    ]
+    sizes = {"pipe": pipe, "data": data, "tensor": tensor}
+
+    def group(indices_of):
+        """The ranks at every combination of the given indices, other axes fixed."""
+        ranks = sorted(rank_at(**dict(zip(indices_of, at, strict=True))) for at in product(*indices_of.values()))
+        return tuple(ranks), ranks.index(rank), len(ranks)
+
+    along = [("pipe",), ("data",), ("tensor",), ("data", "tensor"), ("pipe", "tensor")]
+    groups = [group({axis: range(sizes[axis]) for axis in axes}) for axes in along]
+    if place["pipe"] in (0, pipe - 1):
+        groups.append(group({"pipe": sorted({0, pipe - 1}), "data": range(data)}))
+    return groups
 
 
-def test_groups_are_the_lines_of_the_grid_for_every_division_of_four_ranks():
+def test_groups_are_the_lines_and_planes_of_the_grid_for_every_division_of_four_ranks():
     sizes = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
     for rank, results in enumerate(run_ranks(4, _grids, sizes)):
         for (pipe, tensor), (groups, sums, world_size) in zip(sizes, results, strict=True):

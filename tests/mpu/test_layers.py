@@ -1,11 +1,12 @@
-"""The split layers at tensor size 1, and what they say to a larger one."""
+"""The split layers at tensor size 1, and sizes that they refuse."""
 
 import pytest
 import torch
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu import column_linear as column_linear_module
+from megatron.mpu import mappings
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.tensor_parallel import NOT_SPLIT, TensorParallel
 
@@ -56,14 +57,35 @@ def test_fused_matrices_keep_their_order():
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding])
-def test_larger_tensor_sizes_are_refused(kind):
-    with pytest.raises(ConfigError, match="model_parallel_size is 2"):
-        build(kind, TensorParallel(rank=0, size=2))
+def test_sizes_that_do_not_divide_are_refused_with_their_numbers(kind):
+    with pytest.raises(ConfigError, match=r"(12|8) is not a multiple of model_parallel_size 5"):
+        build(kind, TensorParallel(rank=0, size=5))
 
 
-def test_cross_entropy_of_larger_tensor_sizes_is_refused():
-    with pytest.raises(ConfigError, match="model_parallel_size is 2"):
-        vocab_parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), TensorParallel(0, 2))
+def test_fused_matrices_are_divided_each_by_itself():
+    # 12 rows are three times 4, but two fused matrices of 6 rows cannot give each of 4 ranks whole rows of both.
+    with pytest.raises(ConfigError, match="6 is not a multiple of model_parallel_size 4"):
+        ColumnParallelLinear(
+            8, 12, bias=False, init_method=init_method, tensor_parallel=TensorParallel(0, 4), num_fused=2
+        )
+
+
+@pytest.mark.parametrize("name", ["_ColumnLinear", "_AllReduce", "_ReduceScatterSequence", "_ScatterSequence"])
+def test_size_1_costs_nothing(name, monkeypatch):
+    # Sequence parallelism of one tensor rank is none.
+    alone = TensorParallel(sequence_parallel=True)
+    for module in (column_linear_module, mappings):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, None)
+    x = torch.randn(3, 2, 8)
+    column, row = (
+        build(ColumnParallelLinear, alone),
+        RowParallelLinear(12, 8, bias=True, init_method=init_method, tensor_parallel=alone),
+    )
+    assert row(column(x)).shape == x.shape
+    for function in (mappings.sum_over_ranks, mappings.sum_into_residual, mappings.scatter_sequence):
+        assert function(x, alone) is x
+    assert mappings.gather_logits(x, alone) is x
 
 
 def test_shard_is_the_ranks_equal_part():

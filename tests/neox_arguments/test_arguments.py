@@ -54,7 +54,6 @@ def test_problems_of_every_kind_come_in_one_message_a_line_each():
         "min_lr": 5.0,
         "train_batch_size": 7,
         "checkpoint_factor": 1.5,
-        "sequence_parallel": True,
     }
     with pytest.raises(ConfigError) as error:
         load(**changes)
@@ -163,7 +162,6 @@ def test_second_names_and_nested_values_end_in_their_fields():
         ({"optimizer": "Adam"}, ["optimizer", "nested"]),
         ({"fp16": {"enable": True}}, ["enable", "enabled"]),
         ({"zero_optimization": {"stage": 0, "stages": 1}}, ["stages"]),
-        ({"zero_optimization": {"stage": 1}}, ["zero_optimization.stage", "1"]),
         ({"zero_optimization": {"stage": 0, "cpu_offload": True}}, ["cpu_offload"]),
         ({"num_attention_heads": 5}, ["hidden_size 64", "num_attention_heads 5"]),
         ({"num_kv_heads": 3}, ["num_attention_heads 4", "num_kv_heads 3"]),
@@ -185,8 +183,8 @@ def test_second_names_and_nested_values_end_in_their_fields():
         ({"do_valid": False}, ["do_valid"]),
         ({"do_test": False}, ["do_test"]),
         ({"pipe_partition_method": "junk"}, ["pipe_partition_method", "junk"]),
+        ({"pipe_partition_method": "type:("}, ["pipe_partition_method", "type:("]),
         ({"data_impl": "cached"}, ["data_impl", "cached"]),
-        ({"sequence_parallel": True}, ["sequence_parallel", "not supported here yet"]),
         ({"momentum": 0.9}, ["momentum", "adam"]),
         ({"eps": 1e-8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, ["eps", "sgd"]),
         ({"optimizer": {"type": "Adan", "params": {"lr": 0.1}}}, ["unknown optimizer", "Adan"]),
@@ -209,17 +207,26 @@ def test_what_cannot_work_is_refused_by_name(changes, words):
 
 def test_processes_that_do_not_divide_are_refused_with_their_numbers():
     _refused(3, 2, world_size=3, model_parallel_size=2)
-    _refused("pipe_parallel_size", world_size=2, pipe_parallel_size=2)
+    _refused("pipe_parallel_size", 3, 2, world_size=3, pipe_parallel_size=2)
     _refused("data_parallel_size", 5, 2, world_size=2, data_parallel_size=5)
+
+
+def test_more_stages_than_layers_are_refused_with_their_numbers():
+    assert load(5, pipe_parallel_size=5, num_layers=2).parallelism.pipe_parallel_size == 5
+    _refused("pipe_parallel_size 6", "num_layers 2", "5 layers", world_size=6, pipe_parallel_size=6, num_layers=2)
+
+
+@pytest.mark.parametrize("method", ["uniform", "parameters", "type:transformer|mlp", "type:Parallel.*Pipe"])
+def test_every_partition_method_of_neox_is_taken(method):
+    assert load(pipe_partition_method=method).parallelism.pipe_partition_method == method
+    assert load().parallelism.pipe_partition_method == "type:transformer|mlp"
 
 
 def test_a_run_without_a_world_size_takes_the_hosts_or_the_smallest_that_holds_the_model():
     assert load_flat(SMALL).parallelism.world_size == 1
     assert load_flat({**SMALL, "num_gpus": 3, "num_nodes": 2}).parallelism.world_size == 6
     assert load_flat({**SMALL, "world_size": 4}).parallelism.data_parallel_size == 4
-    with pytest.raises(ConfigError) as error:
-        load_flat({**SMALL, "model_parallel_size": 2})
-    assert str(error.value) == "model_parallel_size: 2 is not supported here yet, only 1"
+    assert load_flat({**SMALL, "model_parallel_size": 2}).parallelism.world_size == 2
     _refused("-1", world_size=-1)
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron.optimizer.choice import UpdateRule
-from megatron.optimizer.global_norm import clip_factor, global_norm
+from megatron.optimizer.global_norm import GlobalNorm, clip_factor
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.lion import Lion
 from megatron.optimizer.loss_scale import DynamicLossScale
+from megatron.optimizer.weights import cast_parameters
 
 
 def _schedule(style, minimum=0.0):
@@ -55,6 +56,10 @@ def _parameters():
     return {"weight": torch.nn.Parameter(torch.randn(4, 5)), "bias": torch.nn.Parameter(torch.randn(5))}
 
 
+def _weights(parameters):
+    return cast_parameters(parameters, torch.float32)
+
+
 def _rule(name, **changes):
     return UpdateRule(
         name=name,
@@ -74,7 +79,7 @@ def _set_gradients(parameters, step):
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
 def test_a_step_that_overflows_changes_nothing_be_it_the_first(name):
     clean, disturbed = _parameters(), _parameters()
-    clean_inner, inner = _rule(name).build_inner(clean), _rule(name).build_inner(disturbed)
+    clean_inner, inner = _rule(name).build_inner(_weights(clean)), _rule(name).build_inner(_weights(disturbed))
     for step, found_inf in ((0, 1.0), (1, 0.0), (2, 1.0), (3, 0.0)):
         _set_gradients(disturbed, step)
         inner.grad_scale, inner.found_inf = torch.tensor(1.0), torch.tensor(found_inf)
@@ -96,7 +101,7 @@ def test_a_step_that_overflows_changes_nothing_be_it_the_first(name):
 )
 def test_updates_equal_torchs_plain_optimizers(name, reference):
     ours, theirs = _parameters(), _parameters()
-    inner, other = _rule(name, weight_decay=0.0).build_inner(ours), reference(list(theirs.values()))
+    inner, other = _rule(name, weight_decay=0.0).build_inner(_weights(ours)), reference(list(theirs.values()))
     for step in range(5):
         _set_gradients(ours, step)
         _set_gradients(theirs, step)
@@ -123,7 +128,9 @@ def test_lion_follows_algorithm_2_of_its_paper():
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "lion"])
 def test_norms_and_biases_are_not_decayed(name):
     parameters = _parameters()
-    groups = {group["weight_decay"]: group["params"] for group in _rule(name).build_inner(parameters).param_groups}
+    groups = {
+        group["weight_decay"]: group["params"] for group in _rule(name).build_inner(_weights(parameters)).param_groups
+    }
     assert groups.keys() == {0.1, 0.0}
     assert groups[0.1][0] is parameters["weight"] and groups[0.0][0] is parameters["bias"]
 
@@ -133,7 +140,7 @@ def test_clipping_equals_torchs():
     reference = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(reference, gradients, strict=True):
         parameter.grad = gradient.clone()
-    norm = global_norm(gradients)
+    norm = GlobalNorm(torch.device("cpu")).of(dict(enumerate(gradients)), 1.0)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference, 0.5))
     for parameter, gradient in zip(reference, gradients, strict=True):
         torch.testing.assert_close(gradient * clip_factor(norm, 0.5), parameter.grad)

@@ -16,7 +16,10 @@ from megatron.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = "configs/smoke.yml"
-COMMUNICATION = ("grad_reduce_s", "exposed_grad_reduce_s", "hidden_fraction", "grad_reduce_bytes")
+COMMUNICATION = (
+    *("grad_reduce_s", "exposed_grad_reduce_s", "hidden_fraction", "grad_reduce_bytes"),
+    *("param_gather_s", "exposed_param_gather_s", "param_gather_bytes"),
+)
 TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_bytes", *COMMUNICATION)
 
 

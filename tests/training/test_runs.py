@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.data_parallel.exposure import all_reduce_bytes_sent
+from megatron.data_parallel.collective import all_reduce_bytes_sent
 from tests.training.runs import COMMUNICATION, ROOT, TinyRun, environment, write_corpus
 
 pytestmark = pytest.mark.distributed
@@ -46,6 +46,21 @@ def test_rows_say_what_was_sent_and_the_exit_record_how_it_ended(straight):
         assert row["loss_scale"] is None and row["mfu"] is None
     record = json.loads((straight.folder / "log files" / "exit.json").read_text())
     assert record == {"code": 0, "reason": "reached train_iters", "iteration": 6, "signal": None}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_stages_give_the_losses_of_one(prefix, tmp_path, tied):
+    settings = {"gradient_accumulation_steps": 2, "hidden_dropout": 0.0, "no_weight_tying": not tied}
+    one = TinyRun(prefix, tmp_path / "one", {**settings, "gradient_clipping": 0.0})
+    two = TinyRun(prefix, tmp_path / "two", {**one.settings, "pipe_parallel_size": 2, "overlap_grad_reduce": True})
+    one.train(num_workers=1)
+    two.train(num_workers=2)
+    for alone, staged in zip(one.rows(), two.rows(), strict=True):
+        assert staged["lm_loss"] == pytest.approx(alone["lm_loss"], rel=1e-5)
+    assert [row["split"] for row in two.rows() if "split" in row] == ["valid", "valid", "test"]
+    # Only a tied weight has anybody to be reduced with: the two stages, in fp32.
+    sent = {row["grad_reduce_bytes"] for row in two.rows(without=()) if "split" not in row}
+    assert sent == ({all_reduce_bytes_sent(4 * 512 * 32, 2)} if tied else {None})
 
 
 def test_one_process_with_accumulation_gives_the_same_losses(prefix, tmp_path):

@@ -1,10 +1,11 @@
-"""Compare variants of one configuration on two emulated hosts joined by a link of a given bandwidth.
+"""Compare variants of one configuration on emulated hosts with links of a given bandwidth.
 
-Two network namespaces stand for the hosts; what each sends is shaped with a token bucket (`tc ... tbf`), and each rank
-has a core to itself. Variants run in turn (A B A B), and what is printed are medians and ratios to the first: absolute
-times of such a machine mean little. Needs root, `ip` and `tc`.
+Network namespaces stand for the hosts, a bridge in another one for the switch between them; what each host sends is
+shaped with a token bucket (`tc ... tbf`). One rank runs on each host, on a core to itself while there are enough.
+Variants run in turn (A B A B), and what is printed are medians and ratios to the first: absolute times of such a
+machine mean little. Needs root, `ip` and `tc`.
 
-    python tools/lab/two_hosts.py configs/bench_20M.yml --bandwidth 1gbit \\
+    python tools/lab/emulated_hosts.py configs/bench_20M.yml --bandwidth 1gbit \\
         --variant off:overlap_grad_reduce=false --variant on:overlap_grad_reduce=true
 """
 
@@ -48,44 +49,39 @@ class Variant:
 
 
 @contextmanager
-def two_hosts(bandwidth: str) -> Iterator[list[str]]:
-    """Two namespaces with a shaped link between them; gives their names, and takes them down whatever happens.
+def emulated_hosts(num_hosts: int, bandwidth: str) -> Iterator[list[str]]:
+    """Namespaces on one switch, each with a shaped link; gives their names, and takes them down whatever happens.
 
     Raises ConfigError where this process may not do that.
     """
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        raise ConfigError("two emulated hosts need root and the programs ip and tc (Debian: iproute2)")
-    hosts = [f"neox{os.getpid()}h{index}" for index in range(2)]
-    links = [f"v{os.getpid()}e{index}" for index in range(2)]
+        raise ConfigError("emulated hosts need root and the programs ip and tc (Debian: iproute2)")
+    switch = f"neox{os.getpid()}s"
+    hosts = [f"neox{os.getpid()}h{index}" for index in range(num_hosts)]
     try:
-        for host in hosts:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for index, host in enumerate(hosts):
             _ip("netns", "add", host)
-        _ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for index, (host, link) in enumerate(zip(hosts, links, strict=True)):
-            _ip("link", "set", link, "netns", host)
-            _ip("-n", host, "link", "set", link, "name", "eth0")
-            _ip("-n", host, "address", "add", f"10.77.0.{index + 1}/24", "dev", "eth0")
-            _ip("-n", host, "link", "set", "eth0", "up")
-            _ip("-n", host, "link", "set", "lo", "up")
-            shape = [
-                "qdisc",
-                "add",
-                "dev",
-                "eth0",
-                "root",
-                "tbf",
-                "rate",
-                bandwidth,
-                "burst",
-                _BURST,
-                "latency",
-                "100ms",
-            ]
-            subprocess.run(["tc", "-n", host, *shape], check=True)
+            _connect(host, switch, index, bandwidth)
         yield hosts
     finally:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "delete", host], check=False, capture_output=True)
+        for namespace in (*hosts, switch):
+            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+
+
+def _connect(host: str, switch: str, index: int, bandwidth: str) -> None:
+    """Give a host its link to the switch, address and rate."""
+    port = f"port{index}"
+    _ip("-n", host, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+    _ip("-n", switch, "link", "set", port, "master", "switch")
+    _ip("-n", switch, "link", "set", port, "up")
+    _ip("-n", host, "address", "add", f"10.77.0.{index + 1}/24", "dev", "eth0")
+    _ip("-n", host, "link", "set", "eth0", "up")
+    _ip("-n", host, "link", "set", "lo", "up")
+    shape = ["tbf", "rate", bandwidth, "burst", _BURST, "latency", "100ms"]
+    subprocess.run(["tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
 
 
 def _ip(*words: str) -> None:
@@ -98,10 +94,10 @@ def run_once(hosts: Sequence[str], config: str, overrides: Sequence[str]) -> dic
     """Train with a rank on each host; return medians over the rows after the first two."""
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--set={override}" for override in (*overrides, f"log_dir={folder}", "log_interval=1")]
-        port = free_port()
+        port, num_cores = free_port(), os.cpu_count() or 1
         ranks = [
             subprocess.Popen(
-                ["ip", "netns", "exec", host, "taskset", "-c", str(rank), sys.executable, "train.py", config, *options],
+                [*_on(host, core=rank % num_cores), sys.executable, "train.py", config, *options],
                 cwd=ROOT,
                 env={**os.environ, **_environment(rank, len(hosts), port)},
                 stdout=subprocess.DEVNULL,
@@ -115,6 +111,10 @@ def run_once(hosts: Sequence[str], config: str, overrides: Sequence[str]) -> dic
     timed = [row for row in rows if "step_time_s" in row][2:]
     fields = ("step_time_s", "grad_reduce_s", "exposed_grad_reduce_s")
     return {field: statistics.median(row[field] for row in timed) for field in fields}
+
+
+def _on(host: str, *, core: int) -> list[str]:
+    return ["ip", "netns", "exec", host, "taskset", "-c", str(core)]
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -143,10 +143,10 @@ class Result:
     exposed_grad_reduce_s: float
 
 
-def compare(config: str, bandwidth: str, variants: Sequence[Variant], rounds: int) -> list[Result]:
+def compare(config: str, num_hosts: int, bandwidth: str, variants: Sequence[Variant], rounds: int) -> list[Result]:
     """Run the variants in turn, `rounds` times, and sum them up; ratios are to the first variant."""
     runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in variants}
-    with two_hosts(bandwidth) as hosts:
+    with emulated_hosts(num_hosts, bandwidth) as hosts:
         for _ in range(rounds):
             for variant in variants:
                 runs[variant.name].append(run_once(hosts, config, variant.overrides))
@@ -204,6 +204,7 @@ def main() -> None:
     """Print a line for each bandwidth and variant; write JSON and draw a figure where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts, a rank on each")
     parser.add_argument("--bandwidth", action="append", required=True, help="rate of each host's link, as tc writes it")
     parser.add_argument("--variant", action="append", required=True, type=Variant.parse, metavar="NAME:KEY=VALUE,...")
     parser.add_argument("--rounds", type=int, default=3, help="times each variant runs, in turn")
@@ -213,7 +214,7 @@ def main() -> None:
     results = [
         result
         for bandwidth in options.bandwidth
-        for result in compare(options.config, bandwidth, options.variant, options.rounds)
+        for result in compare(options.config, options.hosts, bandwidth, options.variant, options.rounds)
     ]
     print_table(results)
     if options.json is not None:
