@@ -75,6 +75,12 @@ def test_another_vocabulary_is_refused_by_name(tmp_path, tokens_before, tokens_n
         load_rank(tmp_path, wanted, model=values(WIDE, tokens_now))
 
 
+def test_a_tokenizer_with_more_entries_in_the_same_padding_is_no_other_model(tmp_path):
+    save_grid(tmp_path, ranks(Layout()), model=values(NARROW, 10))
+    rank = ranks(Layout())[0]
+    assert load_rank(tmp_path, rank, model=values(NARROW, 11))[1].same_as(rank)
+
+
 def test_another_model_is_refused_before_it_is_built(tmp_path, caplog):
     options = LoadOptions()
     with caplog.at_level(logging.INFO):
