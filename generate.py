@@ -38,7 +38,7 @@ def generate(args: NeoXArgs) -> None:
     args = args.with_vocabulary(tokenizer.vocab_size)
     section = args.text_generation
     generator = TextGenerator(
-        load_model(args, device),
+        load_model(args, device, vocab_size=tokenizer.vocab_size),
         tokenizer,
         decode_settings(args, tokenizer),
         seed=args.training.seed,
@@ -55,14 +55,15 @@ def generate(args: NeoXArgs) -> None:
     )
 
 
-def load_model(args: NeoXArgs, device: torch.device) -> Decoder:
+def load_model(args: NeoXArgs, device: torch.device, *, vocab_size: int) -> Decoder:
     """The trained decoder on `device`, whatever parallelism it was trained with."""
     if args.checkpoint.load is None:
         raise ConfigError("load is not set: give the directory of the checkpoints to generate from")
     decoder = Decoder(decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel()))
     root = Path(args.checkpoint.load)
     weights, options = dict(decoder.named_parameters()), LoadOptions(no_load_rng=True)
-    if load_checkpoint(root, weights=weights, model=model_values(args.model), options=options) is None:
+    values = model_values(args.model, vocab_size=vocab_size)
+    if load_checkpoint(root, weights=weights, model=values, options=options) is None:
         raise CheckpointError(f"there is no checkpoint under load: {root}")
     return decoder.to(device).eval()
 

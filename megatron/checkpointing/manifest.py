@@ -2,7 +2,6 @@
 
 import json
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,51 +12,39 @@ import safetensors
 import torch
 
 from megatron.checkpointing import durable
-from megatron.checkpointing.snapshot import ModelValues, ParallelSizes
+from megatron.checkpointing.file_names import CONTENTS, MANIFEST_FILE, Content, content_of
+from megatron.checkpointing.holding import ParallelSizes
+from megatron.checkpointing.inventory import FoundPiece, Piece, SavedParameter, describe_gaps
+from megatron.checkpointing.snapshot import ModelValues
 from megatron.errors import CheckpointError
 
-FORMAT_VERSION = 1
-MANIFEST_FILE = "manifest.json"
-STATE_FILE = "state.json"
-
-_LAYER_OF_PARAMETER = re.compile(r"layers\.(\d+)\.")
-
-
-def layer_index(parameter: str) -> int:
-    """Index of the layer a parameter belongs to; ValueError unless its name is `layers.<index>.<...>`."""
-    match = _LAYER_OF_PARAMETER.match(parameter)
-    if match is None:
-        raise ValueError(f"parameter name {parameter!r} does not begin with 'layers.<index>.'")
-    return int(match.group(1))
-
-
-def weights_file(layer: int) -> str:
-    """Name of the file with the weights of layer `layer`."""
-    return f"layer_{layer:03d}.safetensors"
-
-
-def optimizer_file(layer: int) -> str:
-    """Name of the file with the optimizer state of layer `layer`."""
-    return f"optimizer_layer_{layer:03d}.safetensors"
-
-
-def random_file(data_rank: int) -> str:
-    """Name of the file with the random state of data rank `data_rank`."""
-    return f"random_rank_{data_rank:03d}.safetensors"
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a checkpoint as it was written."""
+    """A file of a checkpoint as it was written, and which elements of which parameters are in it."""
 
     name: str
     size_bytes: int
     checksum: str
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, content: bytes) -> "FileEntry":
+    def of(cls, name: str, content: bytes, pieces: Mapping[str, Piece]) -> "FileEntry":
         """The entry for a file `name` that holds `content`."""
-        return cls(name, len(content), durable.checksum(content))
+        return cls(name, len(content), durable.checksum(content), pieces)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as it is in the manifest: a piece is `[slice_index, start, stop]`."""
+        pieces = {name: piece.to_json() for name, piece in self.pieces.items()}
+        return {"name": self.name, "size_bytes": self.size_bytes, "checksum": self.checksum, "pieces": pieces}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "FileEntry":
+        """Inverse of `to_json`; an entry of format version 1 has no pieces."""
+        pieces = {name: Piece(*piece) for name, piece in content.get("pieces", {}).items()}
+        return cls(content["name"], content["size_bytes"], content["checksum"], pieces)
 
 
 def library_versions() -> dict[str, str]:
@@ -78,14 +65,32 @@ class Manifest:
     files: tuple[FileEntry, ...]
     model: ModelValues
     parallel_sizes: ParallelSizes
+    parameters: Mapping[str, SavedParameter] = field(default_factory=dict)
     bucket_plan: tuple[tuple[str, ...], ...] | None = None
     libraries: Mapping[str, str] = field(default_factory=library_versions)
     format_version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
         """The file's content: indented JSON that carries its own checksum."""
-        content = asdict(self)
+        content = asdict(self) | {"files": [entry.to_json() for entry in self.files]}
         return _encode({"checksum": durable.checksum(_encode(content)), **content})
+
+    def pieces(self, content: Content) -> dict[str, list[FoundPiece]]:
+        """Which file holds which elements of a parameter's weights or optimizer state, by the parameter's name."""
+        found: dict[str, list[FoundPiece]] = {}
+        for entry in self.files:
+            if content_of(entry.name) == content:
+                for name, piece in entry.pieces.items():
+                    found.setdefault(name, []).append(FoundPiece(entry.name, piece))
+        return found
+
+    def gaps(self) -> str:
+        """Elements that no file holds, although some file holds others of the same parameter; empty if none."""
+        return "; ".join(
+            f"{content}: {gaps}"
+            for content in CONTENTS
+            if (gaps := describe_gaps(self.pieces(content), self.parameters))
+        )
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -113,9 +118,12 @@ class Manifest:
         plan = content["bucket_plan"]
         return cls(
             iteration=content["iteration"],
-            files=tuple(FileEntry(**entry) for entry in content["files"]),
+            files=tuple(map(FileEntry.from_json, content["files"])),
             model=content["model"],
             parallel_sizes=ParallelSizes(**content["parallel_sizes"]),
+            parameters={
+                name: SavedParameter.from_json(parameter) for name, parameter in content.get("parameters", {}).items()
+            },
             bucket_plan=None if plan is None else tuple(tuple(bucket) for bucket in plan),
             libraries=content["libraries"],
             format_version=content["format_version"],

@@ -30,6 +30,14 @@ _NAMES = (
 )
 
 
-def model_values(model_args: object) -> ModelValues:
-    """The values of the `model` section to save with weights and to compare on load. AttributeError if one is gone."""
-    return {name: getattr(model_args, name) for name in _NAMES}
+PADDED_VOCABULARY = "padded_vocab_size"
+VOCABULARY = "vocab_size"
+
+
+def model_values(model_args: object, *, vocab_size: int | None = None) -> ModelValues:
+    """The values of the `model` section to save with weights and to compare on load. AttributeError if one is gone.
+
+    `vocab_size` is the tokenizer's, without padding: where it is the same, the padding may change with the number of
+    tensor ranks.
+    """
+    return {name: getattr(model_args, name) for name in _NAMES} | {VOCABULARY: vocab_size}

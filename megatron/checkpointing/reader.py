@@ -1,57 +1,44 @@
-"""Reading one checkpoint: judged as a whole first, then tensors layer by layer."""
+"""Reading one checkpoint: judged as a whole first, then runs of elements from the files that hold them."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
-from megatron.checkpointing import durable
-from megatron.checkpointing.manifest import (
-    STATE_FILE,
-    Manifest,
-    layer_index,
-    optimizer_file,
-    random_file,
-    weights_file,
-)
+from megatron.checkpointing import durable, version_1
+from megatron.checkpointing.file_names import CONTENTS, STATE_FILE, Content, content_of
+from megatron.checkpointing.holding import GridPosition, random_file
+from megatron.checkpointing.inventory import FoundPiece
+from megatron.checkpointing.manifest import Manifest
+from megatron.checkpointing.open_files import OpenFiles
 from megatron.checkpointing.random_state import RandomState
 from megatron.checkpointing.snapshot import RunState
 from megatron.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class RandomSource:
+    """A file with a random state and the rank that saved it."""
+
+    file: str
+    saved_by: GridPosition
+
+
+@dataclass(frozen=True)
 class CheckpointReader:
     """A checkpoint whose files are all there with the sizes they were written with. Make one with `open_checkpoint`.
 
-    Optimizer tensors are called `<parameter>/<state>`. Tensors are read to the CPU, one file open at a time.
+    Optimizer tensors are called `<parameter>/<state>`. Tensors are read to the CPU.
     """
 
     directory: Path
     manifest: Manifest
-    _file_names: frozenset[str] = field(repr=False)
-
-    @property
-    def layers(self) -> list[int]:
-        """Indices of the layers with weights, lowest first."""
-        prefix, suffix = "layer_", ".safetensors"
-        found = (name for name in self._file_names if name.startswith(prefix))
-        return sorted(int(name.removeprefix(prefix).removesuffix(suffix)) for name in found)
+    _pieces: dict[Content, dict[str, list[FoundPiece]]] = field(repr=False)
 
     @property
     def has_optimizer_state(self) -> bool:
         """Whether the run saved its optimizer."""
-        return any(name.startswith("optimizer_layer_") for name in self._file_names)
-
-    @property
-    def random_ranks(self) -> list[int]:
-        """Data ranks with a random state, lowest first."""
-        return [rank for rank in range(self.manifest.parallel_sizes.dp) if random_file(rank) in self._file_names]
+        return any(content_of(entry.name) == "optimizer" for entry in self.manifest.files)
 
     @property
     def run_state(self) -> RunState:
@@ -63,86 +50,45 @@ class CheckpointReader:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
-    def verify(self, layers: Collection[int] | None = None) -> None:
-        """Compare checksums of what `layers` (None: all) need; CheckpointError names every file that differs."""
-        wanted = self._file_names
-        if layers is not None:
-            other = set(self.layers) - set(layers)
-            wanted = wanted - {name for layer in other for name in (weights_file(layer), optimizer_file(layer))}
+    def pieces(self, content: Content, parameter: str) -> list[FoundPiece]:
+        """Where the elements of a parameter's weights or optimizer state are."""
+        return self._pieces[content].get(parameter, [])
+
+    def verify(self, files: Collection[str] | None = None) -> None:
+        """Compare checksums of `files` (None: all); CheckpointError names every one that differs."""
         damaged = [
             entry.name
             for entry in self.manifest.files
-            if entry.name in wanted and durable.file_checksum(self.directory / entry.name) != entry.checksum
+            if (files is None or entry.name in files)
+            and durable.file_checksum(self.directory / entry.name) != entry.checksum
         ]
         if damaged:
             raise CheckpointError(
                 f"{self.directory} is damaged: {', '.join(damaged)} differ from what was written (checksum)"
             )
 
-    def weight_shapes(self, layers: Collection[int] | None = None) -> dict[str, torch.Size]:
-        """Shapes of the weights of `layers` (None: all) by parameter name."""
-        return self._shapes(weights_file(layer) for layer in self._present(layers))
-
-    def optimizer_shapes(self, layers: Collection[int] | None = None) -> dict[str, torch.Size]:
-        """Shapes of the optimizer's tensors of `layers` (None: all) by `<parameter>/<state>`."""
-        return self._shapes(optimizer_file(layer) for layer in self._present(layers))
-
-    def weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The weights called `names`, in the order of their layers."""
-        return self._tensors(names, weights_file)
-
-    def optimizer_state(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's tensors called `names` (`<parameter>/<state>`), in the order of their layers."""
-        return self._tensors(names, optimizer_file)
-
-    def random_state(self, data_rank: int) -> RandomState | None:
-        """The state saved for `data_rank`; for a rank the run did not have, one derived from the first saved state.
-
-        None if the run saved no random state at all.
+    def random_source(self, position: GridPosition) -> RandomSource | None:
+        """Whose random state to take for a rank: its own; else that of the first tensor rank beside it, which tensor
+        ranks have in common; else that of the very first rank. None if none was saved.
         """
-        ranks = self.random_ranks
-        if not ranks:
-            return None
-        if data_rank not in ranks:
-            return self._read_random(ranks[0]).derived(data_rank)
-        return self._read_random(data_rank)
+        names = {entry.name for entry in self.manifest.files}
+        candidates = (position, replace(position, tensor_rank=0), GridPosition())
+        for candidate in candidates:
+            saved_by = replace(candidate, sizes=self.manifest.parallel_sizes)
+            if saved_by.exists and random_file(saved_by) in names:
+                return RandomSource(random_file(saved_by), saved_by)
+        return None
 
-    def _read_random(self, data_rank: int) -> RandomState:
-        with self._open(random_file(data_rank)) as file:
-            return RandomState.from_tensors({name: file.get_tensor(name).clone() for name in file.offset_keys()})
-
-    def _present(self, layers: Collection[int] | None) -> list[int]:
-        return [layer for layer in self.layers if layers is None or layer in layers]
-
-    def _shapes(self, files: Iterable[str]) -> dict[str, torch.Size]:
-        shapes: dict[str, torch.Size] = {}
-        for name in files:
-            if name in self._file_names:
-                with self._open(name) as file:
-                    shapes |= {key: torch.Size(file.get_slice(key).get_shape()) for key in file.offset_keys()}
-        return shapes
-
-    def _tensors(self, names: Iterable[str], file_of: Callable[[int], str]) -> Iterator[tuple[str, Tensor]]:
-        by_layer: dict[int, list[str]] = {}
-        for name in names:
-            by_layer.setdefault(layer_index(name), []).append(name)
-        for layer in sorted(by_layer):
-            with self._open(file_of(layer)) as file:
-                for name in by_layer[layer]:
-                    yield name, file.get_tensor(name)
-
-    @contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
-        path = self.directory / name
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                yield file
-        except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    def random_state(self, source: RandomSource) -> RandomState:
+        """The random state that `source` holds."""
+        with OpenFiles(self.directory) as files:
+            return RandomState.from_tensors(
+                {name: files.tensor(source.file, name).clone() for name in files.names(source.file)}
+            )
 
 
 def open_checkpoint(directory: Path) -> CheckpointReader:
-    """Read the manifest and look that every file is there, whole; CheckpointError names all that are not."""
+    """Read the manifest and look that all is there; CheckpointError names every file or part that is not."""
     manifest = Manifest.read(directory)
     faults = []
     for entry in manifest.files:
@@ -153,4 +99,9 @@ def open_checkpoint(directory: Path) -> CheckpointReader:
             faults.append(f"{entry.name} has {path.stat().st_size} bytes instead of {entry.size_bytes}")
     if faults:
         raise CheckpointError(f"{directory} is incomplete: {'; '.join(faults)}")
-    return CheckpointReader(directory, manifest, frozenset(entry.name for entry in manifest.files))
+    if manifest.format_version == 1:
+        manifest = version_1.with_inventory(manifest, directory)
+    gaps = manifest.gaps()
+    if gaps:
+        raise CheckpointError(f"{directory} is incomplete: no file holds {gaps}")
+    return CheckpointReader(directory, manifest, {content: manifest.pieces(content) for content in CONTENTS})

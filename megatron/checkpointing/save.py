@@ -1,58 +1,20 @@
 """Writing a checkpoint: every rank its parts, then one rank publishes the whole or nothing."""
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
-
-import safetensors.torch
-from torch import Tensor
 
 from megatron.checkpointing import catalog, durable
 from megatron.checkpointing.catalog import Retention
-from megatron.checkpointing.manifest import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    FileEntry,
-    Manifest,
-    layer_index,
-    optimizer_file,
-    random_file,
-    weights_file,
-)
+from megatron.checkpointing.inventory import Piece
+from megatron.checkpointing.manifest import FileEntry
+from megatron.checkpointing.parts import run_state_file, saved_parameters, tensor_files
+from megatron.checkpointing.publication import publish, write_listing
+from megatron.checkpointing.role import SaveRole
 from megatron.checkpointing.snapshot import Snapshot
 from megatron.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-Part = Literal["weights", "optimizer_state", "random_state"]
-
-
-@dataclass(frozen=True)
-class SaveRole:
-    """What one rank of `world_size` contributes. Global rank 0 also writes `state.json` and publishes."""
-
-    rank: int
-    world_size: int
-    data_rank: int
-    writes: frozenset[Part]
-
-    @classmethod
-    def of_data_rank(cls, rank: int, world_size: int, data_rank: int, *, is_first_stage: bool = True) -> "SaveRole":
-        """Data rank 0 of a stage writes its layers; each data rank of the first stage its random state."""
-        writes: set[Part] = set()
-        if data_rank == 0:
-            writes |= {"weights", "optimizer_state"}
-        if is_first_stage:
-            writes.add("random_state")
-        return cls(rank, world_size, data_rank, frozenset(writes))
-
-    @property
-    def publishes(self) -> bool:
-        """Whether this rank prepares the directory and publishes the result."""
-        return self.rank == 0
 
 
 def save(
@@ -102,77 +64,26 @@ def _prepare(root: Path, iteration: int) -> None:
 
 
 def _write_parts(root: Path, snapshot: Snapshot, role: SaveRole) -> None:
-    """Write this rank's files and, last, the list of them: a rank without a list did not finish."""
+    """Write this rank's files and, last, the list of them."""
     directory = catalog.temporary_directory(root, snapshot.run_state.iteration)
+    parameters = saved_parameters(snapshot)
     entries = []
-    for name, content in _files(snapshot, role):
-        durable.write_file(directory / name, content)
-        entries.append(FileEntry.of(name, content))
-    listing = json.dumps([asdict(entry) for entry in entries])
-    durable.write_file(_listing_path(directory, role.rank), listing.encode())
-
-
-def _files(snapshot: Snapshot, role: SaveRole) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files `role` writes, made one at a time."""
-    if "weights" in role.writes:
-        for layer, names in _names_by_layer(snapshot.weights).items():
-            yield weights_file(layer), _serialize({name: snapshot.weights[name] for name in names})
-    if "optimizer_state" in role.writes and snapshot.optimizer_state is not None:
-        state = snapshot.optimizer_state
-        for layer, names in _names_by_layer(state).items():
-            tensors = {f"{name}/{key}": tensor for name in names for key, tensor in state[name].items()}
-            yield optimizer_file(layer), _serialize(tensors)
-    if "random_state" in role.writes and snapshot.random_state is not None:
-        yield random_file(role.data_rank), _serialize(snapshot.random_state.to_tensors())
+    for file in tensor_files(snapshot, role):
+        entries.append(_write(directory, file.name, file.to_bytes(), file.pieces))
     if role.publishes:
-        yield STATE_FILE, (json.dumps(asdict(snapshot.run_state), indent=1) + "\n").encode()
+        entries.append(_write(directory, *run_state_file(snapshot), {}))
+    written = {name: parameters[name] for entry in entries for name in entry.pieces}
+    write_listing(directory, role.rank, entries, written)
 
 
-def _names_by_layer(parameters: Mapping[str, object]) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name in parameters:
-        names.setdefault(layer_index(name), []).append(name)
-    return dict(sorted(names.items()))
-
-
-def _serialize(tensors: Mapping[str, Tensor]) -> bytes:
-    # The format of the values is named in the header because transformers asks for it.
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return safetensors.torch.save(on_cpu, metadata={"format": "pt"})
+def _write(directory: Path, name: str, content: bytes, pieces: Mapping[str, Piece]) -> FileEntry:
+    durable.write_file(directory / name, content)
+    return FileEntry.of(name, content, pieces)
 
 
 def _finish(root: Path, snapshot: Snapshot, role: SaveRole, retention: Retention) -> None:
-    iteration = snapshot.run_state.iteration
-    directory = catalog.temporary_directory(root, iteration)
-    listings = [_listing_path(directory, rank) for rank in range(role.world_size)]
-    absent = [str(rank) for rank, listing in enumerate(listings) if not listing.exists()]
-    if absent:
-        raise CheckpointError(
-            f"rank(s) {', '.join(absent)} did not write their part into {directory}: they failed, or it is not on a "
-            "file system shared by all ranks"
-        )
-    manifest = Manifest(
-        iteration=iteration,
-        files=_merge(listings),
-        model=dict(snapshot.model),
-        parallel_sizes=snapshot.parallel_sizes,
-        bucket_plan=None if snapshot.bucket_plan is None else tuple(tuple(names) for names in snapshot.bucket_plan),
-    )
-    durable.write_file(directory / MANIFEST_FILE, manifest.to_bytes())
-    for listing in listings:
-        listing.unlink()
-    durable.sync_directory(directory)
-    catalog.publish(root, iteration)
+    publish(root, snapshot, role.world_size)
     _prune(root, retention)
-
-
-def _merge(listings: list[Path]) -> tuple[FileEntry, ...]:
-    entries = [FileEntry(**entry) for listing in listings for entry in json.loads(listing.read_bytes())]
-    names = [entry.name for entry in entries]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise CheckpointError(f"more than one rank wrote {', '.join(twice)}: their roles overlap")
-    return tuple(sorted(entries, key=lambda entry: entry.name))
 
 
 def _prune(root: Path, retention: Retention) -> None:
@@ -184,7 +95,3 @@ def _prune(root: Path, retention: Retention) -> None:
         return
     if deleted:
         logger.info("deleted %s under %s", ", ".join(map(catalog.step_name, deleted)), root)
-
-
-def _listing_path(directory: Path, rank: int) -> Path:
-    return directory / f".files_of_rank_{rank:05d}.json"

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatron.checkpointing.holding import Holding
 from megatron.checkpointing.random_state import RandomState
 
 # Values of the configuration that decide whether weights fit a model, by their NeoX names.
 Scalar = bool | int | float | str | None
 ModelValues = Mapping[str, Scalar]
-# State tensors by parameter name, then by state name ("master", "exp_avg", ...), each whole: as if there were one rank.
+# State tensors by parameter name, then by state name ("master", "exp_avg", ...): an element for each of the parameter's
+# that the rank holds state of, or 0-dim where the state is a counter.
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -29,21 +31,12 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class ParallelSizes:
-    """Sizes of the rank grid."""
-
-    pp: int = 1
-    tp: int = 1
-    dp: int = 1
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """One rank's view of a run at a step boundary. Tensors are read while saving, never changed or kept.
 
     `weights` and `optimizer_state` use the names `layers.<index>.<...>`, the same whatever the pipeline size; a weight
-    shared by two layers appears once, under its first name. With several pipeline stages a rank has the layers of its
-    own.
+    shared by two layers appears once, under its first name, also on a stage that has only the second. `holding` says
+    what part of each parameter they are.
     """
 
     weights: Mapping[str, Tensor]
@@ -51,5 +44,5 @@ class Snapshot:
     optimizer_state: OptimizerState | None = None
     random_state: RandomState | None = None
     model: ModelValues = field(default_factory=dict)
-    parallel_sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    holding: Holding = field(default_factory=Holding)
     bucket_plan: Sequence[Sequence[str]] | None = None

@@ -114,6 +114,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(spec.index): spec.build() for spec in specs})
         self.weight_of_other_stage = self._tie_head(specs)
+        self._specs = tuple(specs)
         args = specs[0].args
         self.hidden_size = args.hidden_size
         self.recomputes = args.checkpoint_activations
@@ -150,6 +151,14 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(num_tokens)
         return x
+
+    def model_names(self) -> dict[str, str]:
+        """Return the whole model's name of each parameter by its name here; only a tied head's weight has another."""
+        return {
+            f"layers.{spec.index}.{local_name}": spec.parameter_name(local_name)
+            for spec in self._specs
+            for local_name, _ in self.layers[str(spec.index)].named_parameters()
+        }
 
     def _run(self, names: list[str], x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         for name in names:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.checkpointing import (
+    GridPosition,
+    Holding,
     LoadOptions,
     ModelValues,
     ParallelSizes,
@@ -18,6 +22,7 @@ from megatron.checkpointing import (
     RunState,
     SaveRole,
     Snapshot,
+    check_saved_model,
     load_checkpoint,
     model_values,
     save,
@@ -25,12 +30,22 @@ from megatron.checkpointing import (
 from megatron.engine.training_engine import TrainingEngine
 from megatron.model.decoder import Decoder
 from megatron.mpu.grid import ParallelGrid
+from megatron.mpu.tensor_parallel import parameter_placements
 from megatron.neox_arguments.checkpoint import CheckpointArgs
 from megatron.neox_arguments.model import ModelArgs
 from megatron.optimizer.mixed_precision import OptimizerProgress
 from megatron.training.state import TrainState
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
+
+
+def check_loadable(args: CheckpointArgs, model_args: ModelArgs, *, vocab_size: int) -> None:
+    """Raise CheckpointError, before memory is spent on a model, if `load` holds one that this one cannot go on with."""
+    if args.load is not None:
+        values = model_values(model_args, vocab_size=vocab_size)
+        check_saved_model(Path(args.load), values, options=_options(args), iteration=args.iteration)
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class Checkpoints:
 
     args: CheckpointArgs
     model_args: ModelArgs
+    vocab_size: int
     decoder: Decoder
     engine: TrainingEngine
     grid: ParallelGrid
@@ -48,9 +64,9 @@ class Checkpoints:
         """Write a checkpoint of the present iteration; None, and nothing, where `save` is not set."""
         if self.args.save is None:
             return None
-        progress = self.engine.optimizer.progress
+        progress, holding = self.engine.optimizer.progress, self._holding
         snapshot = Snapshot(
-            weights=dict(self.decoder.named_parameters()),
+            weights=self._weights,
             run_state=RunState(
                 iteration=state.iteration,
                 consumed_train_samples=state.consumed_train_samples,
@@ -61,10 +77,10 @@ class Checkpoints:
             optimizer_state=None if self.args.no_save_optim else self._optimizer_state(),
             random_state=None if self.args.no_save_rng else RandomState.capture(),
             model=self._model_values,
-            parallel_sizes=ParallelSizes(self.grid.pipe.size, self.grid.tensor.size, self.grid.data.size),
+            holding=holding,
         )
-        role = SaveRole.of_data_rank(
-            dist.get_rank(), self.grid.world_size, self.grid.data.rank, is_first_stage=self.grid.is_first_stage
+        role = SaveRole.of_rank(
+            dist.get_rank(), self.grid.world_size, holding.position, sharded_state=holding.shards is not None
         )
         retention = Retention(self.args.keep_last_n_checkpoints, frozenset(self.args.extra_save_iters or ()))
         directory = save(Path(self.args.save), snapshot, role=role, agree=self._agree, retention=retention)
@@ -81,11 +97,11 @@ class Checkpoints:
             return TrainState(), None
         loaded = load_checkpoint(
             Path(self.args.load),
-            weights=dict(self.decoder.named_parameters()),
+            weights=self._weights,
             optimizer_state=self._optimizer_state(),
             model=self._model_values,
-            options=LoadOptions(self.args.finetune, self.args.no_load_optim, self.args.no_load_rng),
-            data_rank=self.grid.data.rank,
+            options=_options(self.args),
+            holding=self._holding,
             iteration=self.args.iteration,
         )
         if loaded is None:
@@ -102,13 +118,39 @@ class Checkpoints:
 
     @property
     def _model_values(self) -> ModelValues:
-        return model_values(self.model_args)
+        return model_values(self.model_args, vocab_size=self.vocab_size)
+
+    @property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The stage's parameters by the names they have in the whole model."""
+        names = self.decoder.model_names()
+        return {names[name]: parameter for name, parameter in self.decoder.named_parameters()}
+
+    @property
+    def _holding(self) -> Holding:
+        """Which part of the whole model this rank holds."""
+        names = self.decoder.model_names()
+        grid, shards = self.grid, self.engine.optimizer.shards
+        return Holding(
+            position=GridPosition(
+                grid.pipe.rank,
+                grid.data.rank,
+                grid.tensor.rank,
+                ParallelSizes(grid.pipe.size, grid.tensor.size, grid.data.size),
+            ),
+            placements={names[name]: place for name, place in parameter_placements(self.decoder).items()},
+            shards=None if shards is None else self._by_model_name(shards),
+            layers=[int(index) for index in self.decoder.layers],
+        )
 
     def _optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The optimizer's state by the decoder's parameter names: the engine's begin with the module around it."""
-        names = {id(parameter): name for name, parameter in self.decoder.named_parameters()}
+        return self._by_model_name(self.engine.optimizer.named_state())
+
+    def _by_model_name(self, by_engine_name: Mapping[str, T]) -> dict[str, T]:
+        """Values by the whole model's parameter names: the engine's begin with the module around the decoder."""
+        names = {id(parameter): name for name, parameter in self._weights.items()}
         trained = dict(self.engine.module.named_parameters())
-        return {names[id(trained[name])]: state for name, state in self.engine.optimizer.named_state().items()}
+        return {names[id(trained[name])]: value for name, value in by_engine_name.items()}
 
     def _agree(self, ok: bool) -> bool:
         """Whether all ranks say ok."""
@@ -116,3 +158,7 @@ class Checkpoints:
         if self.grid.world_size > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         return bool(agreed)
+
+
+def _options(args: CheckpointArgs) -> LoadOptions:
+    return LoadOptions(args.finetune, args.no_load_optim, args.no_load_rng)

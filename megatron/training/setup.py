@@ -29,7 +29,7 @@ from megatron.neox_arguments import NeoXArgs, deepspeed_config
 from megatron.neox_arguments.data import DataArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training import settings
-from megatron.training.checkpoints import Checkpoints
+from megatron.training.checkpoints import Checkpoints, check_loadable
 from megatron.training.evaluate import Evaluation
 from megatron.training.join_ranks import seed_random_streams
 from megatron.training.language_model import LanguageModel
@@ -65,12 +65,13 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     tokenizer = build_tokenizer(args.data.tokenizer_type, args.data.vocab_file, args.data.merge_file)
     _check_data_tokenizer(args.data, tokenizer)
     args = args.with_vocabulary(tokenizer.vocab_size)
+    check_loadable(args.checkpoint, args.model, vocab_size=tokenizer.vocab_size)
     splits = _open_data(args, is_builder=rank.local_rank == 0)
 
     seed_random_streams(args.training.seed, data_rank=grid.data.rank, stage=grid.pipe.rank)
     model = _build_model(args, grid)
     engine = _build_engine(args, model, grid)
-    checkpoints = Checkpoints(args.checkpoint, args.model, model.decoder, engine, grid, device)
+    checkpoints = Checkpoints(args.checkpoint, args.model, tokenizer.vocab_size, model.decoder, engine, grid, device)
     state, random_state = checkpoints.load()
 
     loader = _loaders(args, grid, tokenizer)

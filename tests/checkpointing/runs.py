@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from megatron.checkpointing import ParallelSizes, RandomState, RunState, SaveRole, Snapshot, save
+from megatron.checkpointing import RandomState, RunState, SaveRole, Snapshot, save
 
-ALONE = SaveRole.of_data_rank(0, 1, 0)
+ALONE = SaveRole.of_rank(0, 1)
 MODEL = {"num_layers": 1, "hidden_size": 4, "pos_emb": "rotary"}
 
 
@@ -40,7 +40,6 @@ def snapshot(iteration=1, **changes):
         optimizer_state=optimizer_state(iteration),
         random_state=RandomState.from_seed(iteration),
         model=MODEL,
-        parallel_sizes=ParallelSizes(dp=1),
         bucket_plan=[["layers.10.norm.weight"], ["layers.1.dense.weight", "layers.1.dense.bias"]],
     )
     return replace(content, **changes)

@@ -6,8 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.checkpointing import ParallelSizes, RandomState, SaveRole, durable, load_checkpoint, open_checkpoint, save
+from megatron.checkpointing import (
+    GridPosition,
+    Holding,
+    ParallelSizes,
+    RandomState,
+    SaveRole,
+    durable,
+    load_checkpoint,
+    open_checkpoint,
+    save,
+)
 from megatron.errors import CheckpointError
+from tests.checkpointing.grid_runs import roles_in_turn
 from tests.checkpointing.runs import ALONE, blank, optimizer_state, save_alone, snapshot, weights
 
 TIMEOUT_S = 60
@@ -31,9 +42,10 @@ class Agreement:
 def run_rank(root, rank, agreement, outcome, fails):
     if fails:
         durable.write_file = lambda path, content: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    content = replace(snapshot(7), random_state=RandomState.from_seed(rank), parallel_sizes=ParallelSizes(dp=2))
+    position = GridPosition(data_rank=rank, sizes=ParallelSizes(dp=2))
+    content = replace(snapshot(7), random_state=RandomState.from_seed(rank), holding=Holding(position))
     try:
-        save(root, content, role=SaveRole.of_data_rank(rank, 2, rank), agree=lambda ok: agreement(rank, ok))
+        save(root, content, role=SaveRole.of_rank(rank, 2, position), agree=lambda ok: agreement(rank, ok))
         outcome.put((rank, "saved"))
     except CheckpointError as error:
         outcome.put((rank, str(error)))
@@ -59,7 +71,8 @@ def test_two_data_ranks(tmp_path):
     reader.verify()
     assert reader.manifest.parallel_sizes == ParallelSizes(dp=2)
     for rank in (0, 1):
-        assert torch.equal(reader.random_state(rank).torch_cpu, RandomState.from_seed(rank).torch_cpu)
+        found = reader.random_state(reader.random_source(GridPosition(data_rank=rank)))
+        assert torch.equal(found.torch_cpu, RandomState.from_seed(rank).torch_cpu)
     assert sum(name.name.startswith("layer_") for name in reader.manifest.files) == 3
 
 
@@ -72,44 +85,33 @@ def test_one_rank_fails_all_ranks_know(tmp_path, failing_rank):
     assert load_checkpoint(tmp_path, weights=blank(weights())).run_state.iteration == 6
 
 
-def roles_in_turn(root, contents, roles):
-    """Save as several ranks in one process: each rank's part is written while rank 0 waits for them."""
-    others = iter(zip(contents[1:], roles[1:], strict=True))
-    calls = []
-
-    def agree(ok):
-        calls.append(ok)
-        if len(calls) == 2:
-            for content, role in others:
-                save(root, content, role=role, agree=bool)
-        return ok
-
-    return save(root, contents[0], role=roles[0], agree=agree)
-
-
-def split_by_layer(content, layers):
+def split_by_layer(content, stage, layers):
     def mine(named):
         return {name: value for name, value in named.items() if int(name.split(".")[1]) in layers}
 
-    return replace(content, weights=mine(content.weights), optimizer_state=mine(content.optimizer_state))
+    holding = Holding(GridPosition(stage, sizes=ParallelSizes(pp=2)), layers=layers)
+    return replace(
+        content, weights=mine(content.weights), optimizer_state=mine(content.optimizer_state), holding=holding
+    )
 
 
 def test_pipeline_stages_write_the_same_files_as_one(tmp_path):
     whole = snapshot(7)
     alone = save_alone(tmp_path / "alone", 7)
-    stages = [split_by_layer(whole, layers) for layers in ([0], [1, 10])]
-    roles = [SaveRole.of_data_rank(0, 2, 0), SaveRole.of_data_rank(1, 2, 0, is_first_stage=False)]
+    stages = [split_by_layer(whole, stage, layers) for stage, layers in enumerate(([0], [1, 10]))]
+    roles = [SaveRole.of_rank(stage, 2, content.holding.position) for stage, content in enumerate(stages)]
     staged = roles_in_turn(tmp_path / "staged", stages, roles)
-    files = sorted(path.name for path in alone.iterdir())
-    assert files == sorted(path.name for path in staged.iterdir())
+    files = {path.name for path in alone.iterdir()}
+    random_files = {f"random_rank_000.stage_0{stage}_of_02.safetensors" for stage in (0, 1)}
+    assert files - {"random_rank_000.safetensors"} == {path.name for path in staged.iterdir()} - random_files
     for name in files:
-        if name != "manifest.json":
+        if name not in ("manifest.json", "random_rank_000.safetensors"):
             assert (alone / name).read_bytes() == (staged / name).read_bytes()
     assert optimizer_state(7).keys() == weights(7).keys()
 
 
 def test_overlapping_roles_are_refused(tmp_path):
-    roles = [replace(ALONE, world_size=2), SaveRole(1, 2, 0, frozenset({"weights"}))]
+    roles = [replace(ALONE, world_size=2), SaveRole(1, 2, frozenset({"weights"}))]
     with pytest.raises(CheckpointError, match="more than one rank wrote layer_000"):
         roles_in_turn(tmp_path, [snapshot(7)] * 2, roles)
 

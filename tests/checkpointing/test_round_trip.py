@@ -9,6 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron.checkpointing import (
+    GridPosition,
+    Holding,
     LoadOptions,
     RandomState,
     RunState,
@@ -119,8 +121,9 @@ def test_optimizer_without_state_tensors(tmp_path):
 
 
 def test_nothing_to_load_starts_from_scratch(tmp_path, caplog):
+    assert find_checkpoint(tmp_path / "absent") is None
     with caplog.at_level(logging.INFO):
-        assert find_checkpoint(tmp_path / "absent") is None
+        assert load_checkpoint(tmp_path / "absent", weights={}) is None
     assert len(caplog.records) == 1
     assert "no checkpoint under" in caplog.text
 
@@ -162,11 +165,11 @@ def test_random_numbers_continue(tmp_path):
 def test_data_rank_the_run_did_not_have(tmp_path, caplog):
     directory = save_alone(tmp_path, 1)
     with caplog.at_level(logging.WARNING):
-        loaded, _, _ = load_into_blank(tmp_path, data_rank=1)
+        loaded, _, _ = load_into_blank(tmp_path, holding=Holding(GridPosition(data_rank=1)))
     assert "data rank 1" in caplog.text
     reader = open_checkpoint(directory)
-    states = [reader.random_state(rank).torch_cpu for rank in (0, 1, 2)]
-    assert torch.equal(states[1], loaded.random_state.torch_cpu)
+    state = reader.random_state(reader.random_source(GridPosition()))
+    states = [state.torch_cpu, loaded.random_state.torch_cpu, state.derived(2).torch_cpu]
     assert not torch.equal(states[0], states[1])
     assert not torch.equal(states[1], states[2])
     loaded.random_state.restore()

@@ -77,7 +77,7 @@ def test_cache_changes_nothing(pos_emb, sampling):
 def test_generates_the_same_after_save_and_load(tmp_path, no_weight_tying):
     args, trained = decoder(seed=1, no_weight_tying=no_weight_tying)
     content = Snapshot(dict(trained.named_parameters()), RunState(3), model=model_values(args))
-    directory = save(tmp_path, content, role=SaveRole.of_data_rank(0, 1, 0), agree=bool)
+    directory = save(tmp_path, content, role=SaveRole.of_rank(0, 1), agree=bool)
     assert (directory / "layer_004.safetensors").exists() == no_weight_tying
     _, fresh = decoder(seed=2, no_weight_tying=no_weight_tying)
     before = tokens(fresh, Sampling(), KVCache)
