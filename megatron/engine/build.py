@@ -19,7 +19,8 @@ from megatron.data_parallel.partition import ReductionGroup, ReductionPlan, plan
 from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
 from megatron.engine.rehearsal import rehearse
 from megatron.engine.shell import initialize_shell
-from megatron.engine.training_engine import OnDevice, TrainingEngine
+from megatron.engine.surface import OnDevice
+from megatron.engine.training_engine import TrainingEngine
 from megatron.mpu.grid import ParallelGrid
 from megatron.optimizer.choice import UpdateRule
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, master_weights

@@ -43,14 +43,18 @@ class ShellEngine(DeepSpeedEngine):
         """Do nothing, where DeepSpeed would reduce: the hooks of our reducer are at it."""
 
 
+def skip_shared_memory_collective() -> None:
+    """Keep `deepspeed.initialize` from compiling a C++ op that only DeepSpeed's inference calls, for a minute."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def initialize_shell(module: torch.nn.Module, config: Mapping[str, Any]) -> tuple[ShellEngine, UpdateSeam]:
     """Wrap an fp32 `module` in a DeepSpeed engine that leaves gradients and update to us.
 
     Collective over the world: DeepSpeed broadcasts the weights of rank 0. `config` is a DeepSpeed configuration for
     fp32 and ZeRO 0; what it says about clipping is overruled, since DeepSpeed would clip by default.
     """
-    # A C++ extension that only DeepSpeed's inference calls would be compiled now, on every machine and for a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    skip_shared_memory_collective()
     seam = UpdateSeam([parameter for parameter in module.parameters() if parameter.requires_grad])
     without_clipping = {**config, "gradient_clipping": 0.0}
     engine, *_ = deepspeed.initialize(model=module, optimizer=seam, config=without_clipping, dist_init_required=False)

@@ -7,7 +7,6 @@ nothing of what is parallel.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,18 +14,9 @@ import torch.distributed as dist
 from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.engine.results import StepCommunication, StepResult
 from megatron.engine.shell import ShellEngine, UpdateSeam
+from megatron.engine.surface import EngineTensors, OnDevice
 from megatron.mpu.grid import AxisGroup
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, UpdateOutcome
-
-T = TypeVar("T", bound="OnDevice")
-
-
-class OnDevice(Protocol):
-    """A micro-batch: whatever the module takes, as long as it can be moved."""
-
-    def to(self: T, device: torch.device) -> T:
-        """Return the micro-batch on `device`."""
-        ...
 
 
 class TrainingEngine:
@@ -102,6 +92,14 @@ class TrainingEngine:
         self._shell.eval()
         losses = [self.module(next(micro_batches).to(self._device)) for _ in range(self.num_micro_batches)]
         return self._sum_over_data_ranks(torch.stack(losses).float().mean())[0] / self._data_group.size
+
+    def tensors_to_save(self, *, is_writer: bool, with_optimizer: bool) -> EngineTensors:
+        """Return the live tensors: every data rank has them whole, and nothing is copied."""
+        return self.tensors_to_load()
+
+    def tensors_to_load(self) -> EngineTensors:
+        """Return the live tensors."""
+        return EngineTensors(dict(self.module.named_parameters()), self.optimizer.named_state())
 
     def close(self) -> None:
         """Take our hooks off the module and let DeepSpeed clean up after itself."""

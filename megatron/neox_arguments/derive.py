@@ -17,6 +17,7 @@ from megatron.neox_arguments.parallelism import ParallelismArgs, WireDtype
 from megatron.neox_arguments.section import DERIVED
 from megatron.neox_arguments.supported import check_supported
 from megatron.neox_arguments.training import TrainingArgs
+from megatron.neox_arguments.zero3 import problems_of_zero3
 
 WorldSize = int | Callable[[LaunchArgs], int] | None
 
@@ -49,6 +50,8 @@ def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[st
     work_out("training", derive_training, given("training"), derived.get("parallelism"))
     if "parallelism" in derived:
         problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
+        if "deepspeed" in derived:
+            problems.extend(problems_of_zero3(derived["parallelism"], sections["optimizer"], derived["deepspeed"]))
     return derived
 
 

@@ -22,7 +22,7 @@ from megatron.checkpointing import (
     model_values,
     save,
 )
-from megatron.engine.training_engine import TrainingEngine
+from megatron.engine.surface import Engine, EngineTensors
 from megatron.model.decoder import Decoder
 from megatron.mpu.grid import ParallelGrid
 from megatron.neox_arguments.checkpoint import CheckpointArgs
@@ -40,7 +40,7 @@ class Checkpoints:
     args: CheckpointArgs
     model_args: ModelArgs
     decoder: Decoder
-    engine: TrainingEngine
+    engine: Engine
     grid: ParallelGrid
     device: torch.device
 
@@ -48,9 +48,14 @@ class Checkpoints:
         """Write a checkpoint of the present iteration; None, and nothing, where `save` is not set."""
         if self.args.save is None:
             return None
+        role = SaveRole.of_data_rank(dist.get_rank(), self.grid.world_size, self.grid.data.rank)
         progress = self.engine.optimizer.progress
+        with_optimizer = not self.args.no_save_optim
+        tensors = self._by_decoder_names(
+            self.engine.tensors_to_save(is_writer="weights" in role.writes, with_optimizer=with_optimizer)
+        )
         snapshot = Snapshot(
-            weights=dict(self.decoder.named_parameters()),
+            weights=tensors.weights,
             run_state=RunState(
                 iteration=state.iteration,
                 consumed_train_samples=state.consumed_train_samples,
@@ -58,12 +63,11 @@ class Checkpoints:
                 skipped_iterations=progress.num_skipped,
                 loss_scale=progress.loss_scale,
             ),
-            optimizer_state=None if self.args.no_save_optim else self._optimizer_state(),
+            optimizer_state=tensors.optimizer_state if with_optimizer else None,
             random_state=None if self.args.no_save_rng else RandomState.capture(),
             model=self._model_values,
             parallel_sizes=ParallelSizes(self.grid.pipe.size, self.grid.tensor.size, self.grid.data.size),
         )
-        role = SaveRole.of_data_rank(dist.get_rank(), self.grid.world_size, self.grid.data.rank)
         retention = Retention(self.args.keep_last_n_checkpoints, frozenset(self.args.extra_save_iters or ()))
         directory = save(Path(self.args.save), snapshot, role=role, agree=self._agree, retention=retention)
         _log.info("saved %s", directory)
@@ -77,10 +81,11 @@ class Checkpoints:
         """
         if self.args.load is None:
             return TrainState(), None
+        tensors = self._by_decoder_names(self.engine.tensors_to_load())
         loaded = load_checkpoint(
             Path(self.args.load),
-            weights=dict(self.decoder.named_parameters()),
-            optimizer_state=self._optimizer_state(),
+            weights=tensors.weights,
+            optimizer_state=tensors.optimizer_state,
             model=self._model_values,
             options=LoadOptions(self.args.finetune, self.args.no_load_optim, self.args.no_load_rng),
             data_rank=self.grid.data.rank,
@@ -102,11 +107,14 @@ class Checkpoints:
     def _model_values(self) -> ModelValues:
         return model_values(self.model_args)
 
-    def _optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The optimizer's state by the decoder's parameter names: the engine's begin with the module around it."""
-        names = {id(parameter): name for name, parameter in self.decoder.named_parameters()}
-        trained = dict(self.engine.module.named_parameters())
-        return {names[id(trained[name])]: state for name, state in self.engine.optimizer.named_state().items()}
+    def _by_decoder_names(self, tensors: EngineTensors) -> EngineTensors:
+        """Rename to the decoder's parameter names: the engine's begin with the module around it."""
+        decoder_names = {id(parameter): name for name, parameter in self.decoder.named_parameters()}
+        names = {name: decoder_names[id(parameter)] for name, parameter in self.engine.module.named_parameters()}
+        return EngineTensors(
+            {names[name]: weight for name, weight in tensors.weights.items()},
+            {names[name]: state for name, state in tensors.optimizer_state.items()},
+        )
 
     def _agree(self, ok: bool) -> bool:
         """Whether all ranks say ok."""
