@@ -1,12 +1,13 @@
 """ZeRO 3: DeepSpeed's own engine and gradient path, behind the surface that the loop knows.
 
 DeepSpeed shards weights, gradients and optimizer state over the data ranks, gathers a layer's weights when it runs, and
-reduces each gradient to the rank that owns it, in every micro-batch. Ours are the learning rate, the loss averaged over
-ranks, the counters, and the way into checkpoints and out again.
+reduces each gradient to the rank that owns it, in every micro-batch. Ours are learning rate and loss scale, the loss
+averaged over ranks, the counters, and the way into checkpoints and out again.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.engine.shell import skip_shared_memory_collective
 from megatron.engine.surface import EngineTensors, OnDevice
 from megatron.engine.zero3_state import PartitionedState, allocate_optimizer_state
 from megatron.engine.zero3_update import Zero3Update
+from megatron.errors import ConfigError
 from megatron.mpu.grid import AxisGroup
 from megatron.optimizer.choice import UpdateRule
 
@@ -53,6 +55,7 @@ class Zero3Engine:
         that one of them wants to stop. After an exception DeepSpeed's state is undefined: no other step can be made.
         """
         self._engine.train()
+        self.optimizer.begin_step()
         total = torch.zeros((), device=self._device)
         for index in range(self.num_micro_batches):
             loss = self._engine(next(micro_batches).to(self._device))
@@ -118,27 +121,33 @@ def build_zero3_engine(
 ) -> Zero3Engine:
     """Return an engine that trains `module`, a whole fp32 module that maps a micro-batch to its mean loss.
 
-    Collective over the world. `deepspeed_config` decides precision, loss scale, clipping, and how things are sharded;
-    of `update` the optimizer and its schedule are taken.
+    Collective over the world. `deepspeed_config` decides precision, clipping, and how things are sharded; of `update`
+    optimizer, schedule and loss scale are taken. DeepSpeed shards a module that is whole on every rank's device for a
+    moment. Raises ConfigError for a frozen parameter.
     """
     skip_shared_memory_collective()
+    _silence_deprecations()
     parameters = dict(module.named_parameters())
-    inner = update.build_inner(parameters)
-    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    linear = torch.nn.functional.linear
+    if frozen := [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+        raise ConfigError(f"ZeRO 3 trains all parameters here, but {', '.join(frozen)} are frozen")
     config = dict(deepspeed_config)
+    is_cast = bool({"bf16", "fp16"} & config.keys())
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()} if is_cast else {}
+    linear = torch.nn.functional.linear
+    inner = update.build_inner(parameters)
     with _fp16_on_any_device():
         engine, *_ = deepspeed.initialize(model=module, optimizer=inner, config=config, dist_init_required=False)
     allocate_optimizer_state(engine.optimizer)
     state = PartitionedState(engine.optimizer, parameters, data_group.rank)
-    for name, parameter in parameters.items():
+    for name in list(start):
         # DeepSpeed made its masters of weights that it had already cast.
-        state.write_master(parameter, start.pop(name))
+        state.write_master(parameters[name], start.pop(name))
+    optimizer = Zero3Update(engine, schedule=update.schedule, loss_scale=update.loss_scale)
 
     def put_back() -> None:
         torch.nn.functional.linear = linear
 
-    return Zero3Engine(engine, Zero3Update(engine, update.schedule, engine.device), state, data_group, put_back)
+    return Zero3Engine(engine, optimizer, state, data_group, put_back)
 
 
 @contextmanager
@@ -150,3 +159,9 @@ def _fp16_on_any_device() -> Iterator[None]:
         yield
     finally:
         del accelerator.is_fp16_supported
+
+
+def _silence_deprecations() -> None:
+    """Say nothing of torch's new names for the collectives that DeepSpeed calls: no user can do anything about them."""
+    names = "all_gather_into_tensor|reduce_scatter_tensor"
+    warnings.filterwarnings("ignore", f".*({names})` is deprecated", FutureWarning)

@@ -51,7 +51,7 @@ def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[st
     if "parallelism" in derived:
         problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
         if "deepspeed" in derived:
-            problems.extend(problems_of_zero3(derived["parallelism"], sections["optimizer"], derived["deepspeed"]))
+            problems.extend(problems_of_zero3(derived["parallelism"], derived["deepspeed"]))
     return derived
 
 

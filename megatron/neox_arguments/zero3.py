@@ -70,11 +70,10 @@ def problems_of_options(options: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def problems_of_zero3(parallelism: ParallelismArgs, optimizer: OptimizerArgs, deepspeed: DeepspeedArgs) -> list[str]:
+def problems_of_zero3(parallelism: ParallelismArgs, deepspeed: DeepspeedArgs) -> list[str]:
     """Return a line for each argument that ZeRO 3 cannot honour; none with another stage."""
     if parallelism.zero_stage != 3:
         return []
-    dynamic = optimizer.precision == "fp16" and not optimizer.loss_scale
     reasons = {
         f"pipe_parallel_size: {parallelism.pipe_parallel_size}": (
             parallelism.pipe_parallel_size > 1,
@@ -95,10 +94,6 @@ def problems_of_zero3(parallelism: ParallelismArgs, optimizer: OptimizerArgs, de
         f"gradient_predivide_factor: {parallelism.gradient_predivide_factor}": (
             parallelism.gradient_predivide_factor != 1.0,
             "DeepSpeed divides the gradients by the number of data ranks before it sends them",
-        ),
-        f"min_scale: {optimizer.min_scale}": (
-            dynamic and not optimizer.min_scale.is_integer(),
-            "DeepSpeed's loss scaler takes whole numbers only",
         ),
     }
     problems = [f"{what} does not go with ZeRO 3: {why}" for what, (is_so, why) in reasons.items() if is_so]
@@ -149,14 +144,7 @@ def zero3_config(parallelism: ParallelismArgs, optimizer: OptimizerArgs, deepspe
     if optimizer.precision == "bfloat16":
         config["bf16"] = {"enabled": True}
     if optimizer.precision == "fp16":
-        config["fp16"] = {
-            "enabled": True,
-            "loss_scale": optimizer.loss_scale or 0,
-            "initial_scale_power": optimizer.initial_scale_power,
-            "loss_scale_window": optimizer.loss_scale_window,
-            "hysteresis": optimizer.hysteresis,
-            "min_loss_scale": int(optimizer.min_scale),
-        }
+        config["fp16"] = {"enabled": True, "loss_scale": 1.0}  # not its own scaler: the engine sets the scale
     return config
 
 
