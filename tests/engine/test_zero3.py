@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.engine import zero3_update
 from megatron.errors import DivergenceError
 from megatron.training.state import TrainState
 from tests.distributed.ranks import run_ranks
@@ -23,12 +24,15 @@ FP32 = {
         "checkpoint_activations": True,
     },
     "SGD, overlap": {**SGD, "overlap_grad_reduce": True},
-    "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
 }
 LOW = {
     "bf16": {"precision": "bfloat16", "gradient_accumulation_steps": 4},
     "fp16, a growing scale": {**SGD, "precision": "fp16", "initial_scale_power": 6, "loss_scale_window": 2},
-    "fp16, a constant scale": {"precision": "fp16", "loss_scale": 64.0},
+    "fp16, a constant scale, Lion": {
+        "precision": "fp16",
+        "loss_scale": 64.0,
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
+    },
 }
 
 
@@ -66,12 +70,13 @@ def _overflow():
 
 
 def _diverge():
+    zero3_update.MAX_SKIPPED_IN_A_ROW = 5  # in this process, which ends with the runs
     num_skipped = []
     for precision in ("fp16", "bfloat16"):
         run = SmallRun.build(precision=precision, initial_scale_power=1, hysteresis=1, **ZERO_3)
         run.engine.module.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
-        with pytest.raises(DivergenceError, match="50 steps in a row"):
-            run.steps(1, 60)
+        with pytest.raises(DivergenceError, match="5 steps in a row"):
+            run.steps(1, 10)
         num_skipped.append(run.engine.optimizer.progress.num_skipped)
     return num_skipped
 
@@ -169,9 +174,9 @@ def test_weights_are_sharded_between_steps_no_op_is_compiled_and_torch_is_put_ba
         assert replaced and put_back
 
 
-def test_fifty_skipped_steps_in_a_row_end_the_run_and_the_smallest_scale_does_not(runs):
+def test_skipped_steps_in_a_row_end_the_run_and_the_smallest_scale_does_not(runs):
     for outcomes in runs:
-        assert outcomes["divergence"] == [50, 50]
+        assert outcomes["divergence"] == [5, 5]
 
 
 def _checkpoints(rank, folder):
@@ -208,5 +213,7 @@ def test_a_checkpoint_of_zero_0_or_3_goes_on_with_either(tmp_path):
             assert_same_bits(resumed[source][1], straight[1])
             tolerance = 1e-5 if precision == "fp32" else 1e-2
             for rows, _ in resumed.values():
-                for name in ("loss", "norm", "rate", "scale"):
+                for name in ("loss", "norm"):
                     assert column(rows, name) == pytest.approx(column(straight[0], name), rel=tolerance)
+                for name in ("rate", "scale"):
+                    assert column(rows, name) == column(straight[0], name)
