@@ -24,15 +24,12 @@ FP32 = {
         "checkpoint_activations": True,
     },
     "SGD, overlap": {**SGD, "overlap_grad_reduce": True},
+    "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
 }
 LOW = {
     "bf16": {"precision": "bfloat16", "gradient_accumulation_steps": 4},
     "fp16, a growing scale": {**SGD, "precision": "fp16", "initial_scale_power": 6, "loss_scale_window": 2},
-    "fp16, a constant scale, Lion": {
-        "precision": "fp16",
-        "loss_scale": 64.0,
-        "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
-    },
+    "fp16, a constant scale": {"precision": "fp16", "loss_scale": 64.0},
 }
 
 
