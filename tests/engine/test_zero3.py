@@ -26,6 +26,14 @@ FP32 = {
     "SGD, overlap": {**SGD, "overlap_grad_reduce": True},
     "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
 }
+OFFLOADED = {
+    "zero_optimization": {
+        **ZERO_3["zero_optimization"],
+        "sub_group_size": 3000,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    }
+}
 LOW = {
     "bf16": {"precision": "bfloat16", "gradient_accumulation_steps": 4},
     "fp16, a growing scale": {**SGD, "precision": "fp16", "initial_scale_power": 6, "loss_scale_window": 2},
@@ -95,6 +103,7 @@ def _runs(rank, folder):
         "left over": _left_over(folder),
         "fp32": _both(FP32),
         "one stage": _train({**ZERO_3, "pipe_parallel_size": 1}),
+        "offloaded": _train(OFFLOADED),
         "low": _both(LOW),
         "masters at start": _masters_at_start(),
         "overflow": _overflow(),
@@ -127,6 +136,11 @@ def test_fp32_equals_zero_0(runs, case):
         zero_3, zero_0 = outcomes["fp32"][case]
         _assert_close(zero_3, zero_0, loss=1e-5, norm=1e-4, weights=1e-4)
         assert zero_3[0] == runs[0]["fp32"][case][0][0]
+
+
+def test_offloading_in_several_sub_groups_changes_nothing(runs):
+    for outcomes in runs:
+        _assert_close(outcomes["offloaded"], outcomes["fp32"]["one micro-batch"][1], loss=1e-5, norm=1e-4, weights=1e-4)
 
 
 @pytest.mark.parametrize("case", LOW)
