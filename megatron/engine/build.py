@@ -18,11 +18,12 @@ from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionPlan, plan_buckets
 from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
-from megatron.engine.executor import Executor, OnDevice
+from megatron.engine.executor import Executor
 from megatron.engine.one_stage import OneStage
 from megatron.engine.pipeline import PipelineStage
 from megatron.engine.reduction_groups import ReductionGroups, tied_weight
 from megatron.engine.rehearsal import rehearse
+from megatron.engine.surface import OnDevice
 from megatron.engine.training_engine import TrainingEngine
 from megatron.mpu.grid import ParallelGrid
 from megatron.mpu.tensor_parallel import parameter_placements

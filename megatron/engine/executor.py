@@ -7,22 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from megatron.data_parallel.grad_reducer import GradReducer
+from megatron.engine.surface import OnDevice
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, UpdateOutcome
-
-T = TypeVar("T", bound="OnDevice")
-
-
-class OnDevice(Protocol):
-    """A micro-batch: whatever the module takes, as long as it can be moved."""
-
-    def to(self: T, device: torch.device) -> T:
-        """Return the micro-batch on `device`."""
-        ...
 
 
 class GradientPath:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron.engine.executor import GradientPath, OnDevice, mean_loss
+from megatron.engine.executor import GradientPath, mean_loss
 from megatron.engine.shell import deepspeed_grid, initialize_shell
+from megatron.engine.surface import OnDevice
 from megatron.mpu.grid import ParallelGrid
 
 

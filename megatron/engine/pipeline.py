@@ -20,8 +20,9 @@ import torch
 from deepspeed.runtime.pipe import LayerSpec, PipelineModule, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megatron.engine.executor import GradientPath, OnDevice, mean_loss
+from megatron.engine.executor import GradientPath, mean_loss
 from megatron.engine.shell import deepspeed_arranging, initialize_deepspeed
+from megatron.engine.surface import OnDevice
 from megatron.mpu.grid import ParallelGrid
 
 _log = logging.getLogger(__name__)

@@ -50,6 +50,11 @@ class ShellEngine(DeepSpeedEngine):
         """Do nothing, where DeepSpeed would reduce: the hooks of our reducer are at it."""
 
 
+def skip_shared_memory_collective() -> None:
+    """Keep `deepspeed.initialize` from compiling a C++ op that only DeepSpeed's inference calls, for a minute."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def initialize_shell(
     module: torch.nn.Module, config: Mapping[str, Any], mpu: PipelineParallelGrid | None = None
 ) -> tuple[ShellEngine, UpdateSeam]:
@@ -101,6 +106,5 @@ def deepspeed_arranging() -> Iterator[None]:
 
 def _start_communication() -> None:
     """Have DeepSpeed take over the default process group; it does nothing the second time."""
-    # A C++ extension that only DeepSpeed's inference calls would be compiled now, on every machine and for a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    skip_shared_memory_collective()
     deepspeed.init_distributed(dist_init_required=False)

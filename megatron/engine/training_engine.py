@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.grad_reducer import GradReducer
-from megatron.engine.executor import Executor, GradientPath, OnDevice
+from megatron.engine.executor import Executor, GradientPath
 from megatron.engine.results import StepCommunication, StepResult
+from megatron.engine.surface import EngineTensors, OnDevice
 from megatron.mpu.grid import ParallelGrid
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
@@ -72,6 +73,14 @@ class TrainingEngine:
         Collective over the world. Touches no gradient and launches no reduction.
         """
         return self._sum_over_world(self._executor.evaluate(micro_batches))[0] / self._num_losses
+
+    def tensors_to_save(self, *, is_writer: bool, with_optimizer: bool) -> EngineTensors:
+        """Return the live tensors: every data rank has them whole, and nothing is copied."""
+        return self.tensors_to_load()
+
+    def tensors_to_load(self) -> EngineTensors:
+        """Return the live tensors."""
+        return EngineTensors(dict(self.module.named_parameters()), self.optimizer.named_state())
 
     def close(self) -> None:
         """Take our hooks off the module and let DeepSpeed clean up after itself."""

@@ -27,6 +27,7 @@ from megatron.neox_arguments.text_generation import TextGenerationArgs
 from megatron.neox_arguments.training import TrainingArgs
 from megatron.neox_arguments.yaml_files import Setting, read_files
 from megatron.neox_arguments.yaml_values import shown
+from megatron.neox_arguments.zero3 import notices_of_zero3
 
 
 class NeoXArgs(BaseModel):
@@ -130,6 +131,7 @@ def _build(settings: dict[str, Setting], world_size: WorldSize) -> NeoXArgs:
     if problems:
         raise ConfigError("\n".join(problems))
     notices.extend(notices_of_split(derived["parallelism"]))
+    notices.extend(notices_of_zero3(derived["parallelism"], derived["deepspeed"]))
     return NeoXArgs(
         **derived,
         flat={key: setting.value for key, setting in settings.items()},

@@ -13,6 +13,7 @@ _OURS = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
     | {"fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler", "data_types", "communication_data_type"}
     | {"prescale_gradients", "gradient_predivide_factor"}
+    | {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 )
 
 
@@ -29,6 +30,8 @@ class DeepspeedArgs(Section):
     """DeepSpeed's FLOPs profiler."""
     comms_logger: dict[str, JsonValue] | None = None
     """DeepSpeed's log of its own collectives; the reduction of gradients is not among them."""
+    zero_options: dict[str, JsonValue] | None = None
+    """Derived: what `zero_optimization` holds besides the stage, with ZeRO 3."""
     deepspeed_extra_args: dict[str, JsonValue] | None = None
     """Further keys of DeepSpeed's configuration. Those that decide precision, ZeRO, batch or optimizer are refused."""
 

@@ -1,10 +1,14 @@
-"""The configuration DeepSpeed is given: a shell for fp32 and ZeRO 0, around our own reducer and optimizer."""
+"""The configuration DeepSpeed is given: a shell for fp32 and ZeRO 0, around our own reducer and optimizer.
+
+With ZeRO 3 it is no shell: DeepSpeed trains.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.zero3 import zero3_config
 
 # steps_per_print cannot be switched off in DeepSpeed; this many steps are never made.
 _NEVER = 2**62
@@ -22,4 +26,6 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "comms_logger": args.deepspeed.comms_logger,
         **(args.deepspeed.deepspeed_extra_args or {}),
     }
+    if args.parallelism.zero_stage == 3:
+        config |= zero3_config(args.parallelism, args.optimizer, args.deepspeed)
     return {key: value for key, value in config.items() if value is not None}

@@ -18,6 +18,7 @@ from megatron.neox_arguments.section import DERIVED
 from megatron.neox_arguments.supported import check_supported
 from megatron.neox_arguments.tensor_split import problems_of_split
 from megatron.neox_arguments.training import TrainingArgs
+from megatron.neox_arguments.zero3 import problems_of_zero3
 
 WorldSize = int | Callable[[LaunchArgs], int] | None
 
@@ -54,6 +55,8 @@ def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[st
         problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
         if "model" in derived:
             problems.extend(problems_of_split(derived["model"], derived["parallelism"]))
+        if "deepspeed" in derived:
+            problems.extend(problems_of_zero3(derived["parallelism"], derived["deepspeed"]))
     return derived
 
 

@@ -188,7 +188,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
 _SDPA = "attention runs through scaled_dot_product_attention, which chooses its kernel by itself"
 _UNFUSED = "this fused kernel is not used here; the values are the same"
 _LAUNCHER = "this is worked out at start"
-_ZERO_BUCKETS = "gradient buckets are sized by ddp_bucket_size"
+_ZERO_BUCKETS = "gradient buckets are sized by ddp_bucket_size, with ZeRO 3 by zero_optimization.reduce_bucket_size"
 
 HINTS: dict[str, Hint] = {
     "scaled_upper_triang_masked_softmax_fusion": Hint("bool", False, _SDPA),

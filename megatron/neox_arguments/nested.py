@@ -13,6 +13,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.optimizer import PARAMS_OF
 from megatron.neox_arguments.yaml_files import Setting
 from megatron.neox_arguments.yaml_values import Kind, same_value, shown, wrong_kind
+from megatron.neox_arguments.zero3 import PASSED_ON, WITHOUT_EFFECT, problems_of_options
 
 SECOND_NAMES = {"batch_size": "train_micro_batch_size_per_gpu", "clip_grad": "gradient_clipping"}
 _UNSUPPORTED_OPTIMIZERS = frozenset(
@@ -28,22 +29,7 @@ FP16_KEYS = {
 _FP16_SWITCHES = ("enabled", "fp16", "auto_cast", "consecutive_hysteresis")
 _PRECISIONS = {"fp32": "fp32", "bfloat16": "bfloat16", "bf16": "bfloat16", "fp16": "fp16"}
 # Of zero_optimization only the stage decides anything with ZeRO 0; the others are DeepSpeed's and wait for their stage.
-_ZERO_KINDS: dict[str, Kind] = {
-    "stage": "int",
-    "allgather_partitions": "bool",
-    "allgather_bucket_size": "int",
-    "overlap_comm": "bool",
-    "reduce_scatter": "bool",
-    "reduce_bucket_size": "int",
-    "contiguous_gradients": "bool",
-    "cpu_offload": "bool",
-    "offload_optimizer": "dict",
-    "offload_param": "dict",
-    "round_robin_gradients": "bool",
-    "load_from_fp32_weights": "bool",
-    "elastic_checkpoint": "bool",
-    "ignore_unused_parameters": "bool",
-}
+_ZERO_KINDS: dict[str, Kind] = {"stage": "int", "cpu_offload": "bool", **PASSED_ON, **WITHOUT_EFFECT}
 _ZERO_OFFLOAD = ("cpu_offload", "offload_optimizer", "offload_param")
 
 
@@ -72,7 +58,8 @@ class Flattened(NamedTuple):
 
 def flatten(settings: Mapping[str, Setting]) -> Flattened:
     """Take nested values and second names apart. A value of null means unset, as everywhere in NeoX."""
-    flat = _Flat()
+    stage = settings.get("zero_stage")
+    flat = _Flat(None if stage is None else stage.value)
     special: dict[str, Callable[[Setting], None]] = {
         "optimizer": flat.optimizer,
         "optimizer_type": lambda setting: flat.plain("optimizer_type", _optimizer_name(setting), setting),
@@ -83,6 +70,7 @@ def flatten(settings: Mapping[str, Setting]) -> Flattened:
             "communication_data_type", _precision(setting.value), setting
         ),
         "zero_optimization": flat.zero,
+        "zero_options": flat.refuse_derived,
     }
     for key, setting in settings.items():
         if key not in special:
@@ -99,7 +87,8 @@ def flatten(settings: Mapping[str, Setting]) -> Flattened:
 class _Flat:
     """Flat settings under construction, with everything that was wrong on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, zero_stage: Any) -> None:
+        self._zero_stage = zero_stage
         self.settings: dict[str, Setting] = {}
         self.notices: list[str] = []
         self.problems: list[str] = []
@@ -120,6 +109,9 @@ class _Flat:
     def plain(self, key: str, value: Any, setting: Setting) -> None:
         """Set a key that has its own name in the files."""
         self.set(key, value, setting.origin, key)
+
+    def refuse_derived(self, setting: Setting) -> None:
+        raise ConfigError(f"zero_options ({setting.origin}) is derived: set zero_optimization")
 
     def optimizer(self, setting: Setting) -> None:
         values = _mapping("optimizer", setting, {"type", "params"})
@@ -158,17 +150,37 @@ class _Flat:
     def zero(self, setting: Setting) -> None:
         values = _mapping("zero_optimization", setting, _ZERO_KINDS)
         _check_kinds("zero_optimization", values, _ZERO_KINDS, setting)
-        stage = values.get("stage") or 0
-        self.set("zero_stage", stage, setting.place("stage"), "zero_optimization.stage")
+        stage = values.get("stage")
+        if stage is None and isinstance(self._zero_stage, (int, float)):
+            stage = self._zero_stage  # said by its flat name
+        self.set("zero_stage", stage or 0, setting.place("stage"), "zero_optimization.stage")
+        if stage == 3:
+            self._zero3(values, setting)
+            return
         for name in _ZERO_OFFLOAD:
             if values.get(name):
                 raise ConfigError(f"zero_optimization.{name} ({setting.origin}) is not supported here yet")
         others = sorted(values.keys() - {"stage", *_ZERO_OFFLOAD})
-        if others and stage == 0:
+        if others and not stage:
             self.notices.append(
                 f"zero_optimization: {', '.join(others)} have no effect with ZeRO 0; gradient buckets are sized by "
                 "ddp_bucket_size and reduced under backward with overlap_grad_reduce"
             )
+
+    def _zero3(self, values: dict[str, Any], setting: Setting) -> None:
+        """Keep what is for DeepSpeed's ZeRO 3."""
+        if values.get("cpu_offload"):
+            raise ConfigError(
+                f"zero_optimization.cpu_offload ({setting.origin}) has another name with ZeRO 3: offload_optimizer: "
+                "{device: cpu}"
+            )
+        options = {key: values[key] for key in PASSED_ON if values.get(key) is not None}
+        if problems := problems_of_options(options):
+            raise ConfigError("\n".join(f"{problem} ({setting.origin})" for problem in problems))
+        self.set("zero_options", options, setting.origin, "zero_optimization")
+        ignored = [key for key in WITHOUT_EFFECT if values.get(key) is not None]
+        if ignored:
+            self.notices.append(f"zero_optimization: {', '.join(ignored)} have no effect with ZeRO 3")
 
     def refuse_what_is_switched_off(self) -> None:
         """A block that says `enabled: false` contradicts a precision that says the opposite."""

@@ -9,8 +9,6 @@ from megatron.neox_arguments.parallelism import ParallelismArgs
 def check_supported(parallelism: ParallelismArgs, optimizer: OptimizerArgs) -> list[str]:
     """Return a line for each setting that has its place here but no implementation yet."""
     problems = []
-    if parallelism.zero_stage > 2:
-        problems.append(f"zero_optimization.stage: {parallelism.zero_stage} is not supported here yet, only 0, 1 and 2")
     dynamic = optimizer.precision == "fp16" and not optimizer.loss_scale
     if parallelism.check_for_nan_in_grad and dynamic:
         problems.append(

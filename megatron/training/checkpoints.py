@@ -27,7 +27,7 @@ from megatron.checkpointing import (
     model_values,
     save,
 )
-from megatron.engine.training_engine import TrainingEngine
+from megatron.engine.surface import Engine, EngineTensors
 from megatron.model.decoder import Decoder
 from megatron.mpu.grid import ParallelGrid
 from megatron.mpu.tensor_parallel import parameter_placements
@@ -56,7 +56,7 @@ class Checkpoints:
     model_args: ModelArgs
     vocab_size: int
     decoder: Decoder
-    engine: TrainingEngine
+    engine: Engine
     grid: ParallelGrid
     device: torch.device
 
@@ -65,8 +65,15 @@ class Checkpoints:
         if self.args.save is None:
             return None
         progress, holding = self.engine.optimizer.progress, self._holding
+        role = SaveRole.of_rank(
+            dist.get_rank(), self.grid.world_size, holding.position, sharded_state=holding.shards is not None
+        )
+        with_optimizer = not self.args.no_save_optim
+        tensors = self._by_model_names(
+            self.engine.tensors_to_save(is_writer="weights" in role.writes, with_optimizer=with_optimizer)
+        )
         snapshot = Snapshot(
-            weights=self._weights,
+            weights=tensors.weights,
             run_state=RunState(
                 iteration=state.iteration,
                 consumed_train_samples=state.consumed_train_samples,
@@ -74,13 +81,10 @@ class Checkpoints:
                 skipped_iterations=progress.num_skipped,
                 loss_scale=progress.loss_scale,
             ),
-            optimizer_state=None if self.args.no_save_optim else self._optimizer_state(),
+            optimizer_state=tensors.optimizer_state if with_optimizer else None,
             random_state=None if self.args.no_save_rng else RandomState.capture(),
             model=self._model_values,
             holding=holding,
-        )
-        role = SaveRole.of_rank(
-            dist.get_rank(), self.grid.world_size, holding.position, sharded_state=holding.shards is not None
         )
         retention = Retention(self.args.keep_last_n_checkpoints, frozenset(self.args.extra_save_iters or ()))
         directory = save(Path(self.args.save), snapshot, role=role, agree=self._agree, retention=retention)
@@ -95,10 +99,11 @@ class Checkpoints:
         """
         if self.args.load is None:
             return TrainState(), None
+        tensors = self._by_model_names(self.engine.tensors_to_load())
         loaded = load_checkpoint(
             Path(self.args.load),
-            weights=self._weights,
-            optimizer_state=self._optimizer_state(),
+            weights=tensors.weights,
+            optimizer_state=tensors.optimizer_state,
             model=self._model_values,
             options=_options(self.args),
             holding=self._holding,
@@ -121,12 +126,6 @@ class Checkpoints:
         return model_values(self.model_args, vocab_size=self.vocab_size)
 
     @property
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """The stage's parameters by the names they have in the whole model."""
-        names = self.decoder.model_names()
-        return {names[name]: parameter for name, parameter in self.decoder.named_parameters()}
-
-    @property
     def _holding(self) -> Holding:
         """Which part of the whole model this rank holds."""
         names = self.decoder.model_names()
@@ -143,14 +142,15 @@ class Checkpoints:
             layers=[int(index) for index in self.decoder.layers],
         )
 
-    def _optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        return self._by_model_name(self.engine.optimizer.named_state())
+    def _by_model_names(self, tensors: EngineTensors) -> EngineTensors:
+        """Rename to the whole model's parameter names: the engine's begin with the module around the decoder."""
+        return EngineTensors(self._by_model_name(tensors.weights), self._by_model_name(tensors.optimizer_state))
 
     def _by_model_name(self, by_engine_name: Mapping[str, T]) -> dict[str, T]:
-        """Values by the whole model's parameter names: the engine's begin with the module around the decoder."""
-        names = {id(parameter): name for name, parameter in self._weights.items()}
+        names = self.decoder.model_names()
+        model_names = {id(parameter): names[name] for name, parameter in self.decoder.named_parameters()}
         trained = dict(self.engine.module.named_parameters())
-        return {names[id(trained[name])]: value for name, value in by_engine_name.items()}
+        return {model_names[id(trained[name])]: value for name, value in by_engine_name.items()}
 
     def _agree(self, ok: bool) -> bool:
         """Whether all ranks say ok."""

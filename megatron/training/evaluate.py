@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.data.loader import MicroBatchLoader
-from megatron.engine.training_engine import TrainingEngine
+from megatron.engine.surface import Engine
 from megatron.monitor.record import ValidationRecord
 from megatron.monitor.sink import Sinks
 
@@ -17,7 +17,7 @@ from megatron.monitor.sink import Sinks
 class Evaluation:
     """Evaluates splits by name. A split without data has no loader and is left out."""
 
-    engine: TrainingEngine
+    engine: Engine
     sinks: Sinks
     loaders: Mapping[str, MicroBatchLoader | None]
 

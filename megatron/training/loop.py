@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.data.micro_batch import MicroBatch
 from megatron.engine.results import StepResult
-from megatron.engine.training_engine import TrainingEngine
+from megatron.engine.surface import Engine
 from megatron.monitor.interval import IntervalMeter
 from megatron.monitor.sink import Sinks
 from megatron.training.signals import StopSignals
@@ -41,7 +41,7 @@ class Cadence:
 class Loop:
     """What a run consists of. `evaluate` writes a validation row, `save` a checkpoint; both are collective."""
 
-    engine: TrainingEngine
+    engine: Engine
     micro_batches: Iterator[MicroBatch]
     train_batch_size: int
     cadence: Cadence

@@ -18,7 +18,8 @@ from megatron.data.micro_batch import Collate, MicroBatch
 from megatron.data.tokenization_record import check_tokenizer
 from megatron.engine.build import build_engine
 from megatron.engine.stages import num_parameters, stage_specs
-from megatron.engine.training_engine import TrainingEngine
+from megatron.engine.surface import Engine
+from megatron.engine.zero3 import build_zero3_engine
 from megatron.launch.environment import RankInfo
 from megatron.model.decoder import Decoder, decoder_layers
 from megatron.monitor.build import build_sinks
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 class Run:
     """A run that is ready to train. `random_state` is a resumed run's, to be restored right before the loop."""
 
-    engine: TrainingEngine
+    engine: Engine
     loop: Loop
     state: TrainState
     evaluation: Evaluation
@@ -131,7 +132,14 @@ def _build_model(args: NeoXArgs, grid: ParallelGrid) -> LanguageModel:
     return LanguageModel(Decoder(mine), tensor_parallel)
 
 
-def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> TrainingEngine:
+def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> Engine:
+    if args.parallelism.zero_stage == 3:
+        return build_zero3_engine(
+            model,
+            data_group=grid.data,
+            deepspeed_config=deepspeed_config(args),
+            update=settings.update_rule(args.optimizer),
+        )
     return build_engine(
         model,
         grid=grid,
