@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class Zero3Update:
         self._skipped_in_a_row = 0
 
     @property
-    def shards(self) -> None:
+    def shards(self) -> Mapping[str, range] | None:
         """None: checkpoints get whole tensors, gathered from DeepSpeed's."""
-        return
+        return None
 
     def begin_step(self) -> None:
         """Set the loss scale. To be called before the first backward of a step."""
