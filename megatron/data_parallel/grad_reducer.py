@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ from megatron.data_parallel.exchange import BufferPool
 from megatron.data_parallel.exposure import CollectiveTimes, clock_for
 from megatron.data_parallel.grad_bucket import GradBucket
 from megatron.data_parallel.partition import BucketPlan, ReductionPlan
-from megatron.data_parallel.roll_call import RollCall
+from megatron.data_parallel.roll_call import Progress, RollCall
 from megatron.errors import DivergenceError, LostRankError
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class GradReducer:
         self._passes_left = 0
         self._launches: list[GradBucket] = []
         self._next_to_launch = 0
-        self._num_launches = 0
+        self._progress = Progress(0, 0)
         self._pending: dict[int, set[str]] = {}
         self._named_as_missing: set[str] = set()
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
@@ -110,6 +111,7 @@ class GradReducer:
             bucket.begin_step()
         self._passes_left = num_backward_passes
         self._launches, self._next_to_launch = [], 0
+        self._progress = Progress(self._progress.num_steps + 1, 0)
         self._phase = _Phase.OPEN
 
     @contextmanager
@@ -252,7 +254,7 @@ class GradReducer:
             self._next_to_launch += 1
             with self._explained(bucket):
                 bucket.launch()
-            self._num_launches += 1
+            self._progress = replace(self._progress, num_launches=self._progress.num_launches + 1)
 
     def _launch_spoiled(self) -> None:
         for bucket in self._launches[self._next_to_launch :]:
@@ -278,15 +280,26 @@ class GradReducer:
             yield
         except RuntimeError as error:
             handle = bucket.plan.group.handle
-            if self._roll_call is None or handle is None:
+            if handle is None:
                 raise
             names = list(bucket.parameters)
-            missing = self._roll_call.absent(torch.distributed.get_process_group_ranks(handle), self._num_launches)
-            raise LostRankError(
-                f"rank {torch.distributed.get_rank()}: gradient bucket {bucket.plan.index} of group "
-                f"{bucket.plan.group.name} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) was not "
-                f"reduced: {missing} ({str(error).splitlines()[0]})"
+            raise self.lost_rank(
+                f"gradient bucket {bucket.plan.index} of group {bucket.plan.group.name} "
+                f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) was not reduced",
+                torch.distributed.get_process_group_ranks(handle),
+                error,
             ) from error
+
+    def lost_rank(self, what: str, ranks: Sequence[int], error: RuntimeError) -> Exception:
+        """Return what to raise for the `error` of a collective: one that names the `ranks` that did not come so far.
+
+        To be called by every rank that meets the failure; it asks the others.
+        """
+        if self._roll_call is None:
+            return error
+        missing = self._roll_call.absent(ranks, self._progress)
+        reason = str(error).splitlines()[0]
+        return LostRankError(f"rank {torch.distributed.get_rank()}: {what}: {missing} ({reason})")
 
     @property
     def _in_step(self) -> bool:

@@ -18,10 +18,12 @@ from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionPlan, plan_buckets
 from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
+from megatron.data_parallel.roll_call import RollCall
 from megatron.engine.executor import Executor
 from megatron.engine.one_stage import OneStage
 from megatron.engine.pipeline import PipelineStage
 from megatron.engine.reduction_groups import ReductionGroups, tied_weight
+from megatron.engine.reduction_report import reduction_table, why_overlap_is_impossible
 from megatron.engine.rehearsal import rehearse
 from megatron.engine.surface import OnDevice
 from megatron.engine.training_engine import TrainingEngine
@@ -39,16 +41,18 @@ DEFAULT_BUCKET_ELEMENTS = 1_000_000
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """When and how gradients are reduced. `bucket_elements` None leaves the size to the default.
+    """When and how gradients are reduced.
 
-    `zero_stage` 0 reduces whole gradients, 1 gives each rank its shard of them, 2 does so after every micro-batch.
+    `zero_stage` 0 reduces whole gradients, 1 gives each rank its shard of them, 2 does so after every micro-batch. The
+    first `num_proving_steps` are made both ways and compared.
     """
 
     overlap: bool
     arithmetic: ReductionArithmetic
     zero_stage: int = 0
-    bucket_elements: int | None = None
+    bucket_elements: int = DEFAULT_BUCKET_ELEMENTS
     check_for_nan: bool = False
+    num_proving_steps: int = 0
 
 
 def build_engine(
@@ -60,13 +64,14 @@ def build_engine(
     reduction: ReductionSettings,
     update: UpdateRule,
     rehearsal_batch: OnDevice,
+    roll_call: RollCall | None = None,
 ) -> TrainingEngine:
     """Return an engine that trains `module`, an fp32 module that maps a micro-batch to its mean loss.
 
     With several pipeline stages it is this rank's stage, a `StageModule`.
 
     Collective over the world. Parameters are cast to `dtype` in place. `rehearsal_batch` is a synthetic micro-batch of
-    the size that training uses.
+    the size that training uses. `roll_call` finds out who is missing when a collective fails.
     """
     executor = build_executor(module, grid, deepspeed_config)
     parameters = dict(module.named_parameters())
@@ -79,11 +84,11 @@ def build_engine(
         order,
         trained,
         groups.group_of,
-        bucket_elements=reduction.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
+        bucket_elements=reduction.bucket_elements,
         sharded=reduction.zero_stage >= 1,
     )
     check_plans_agree(plan, grid.stage.handle)
-    _log_plan(plan, reduction)
+    _log_reduction(plan, reduction, grid, executor.device)
     reducer = GradReducer(
         parameters,
         plan,
@@ -91,6 +96,7 @@ def build_engine(
         overlap=reduction.overlap,
         scatter_every_backward=reduction.zero_stage >= 2,
         check_for_nan=reduction.check_for_nan,
+        roll_call=roll_call,
     )
     gather = ParameterGather(parameters, plan)
     weights = shard_weights(weights, gather)
@@ -104,7 +110,7 @@ def build_engine(
         norm=groups.global_norm(executor.device, trained, sharded=reduction.zero_stage >= 1),
         gather=gather,
     )
-    return TrainingEngine(executor, reducer, optimizer, grid)
+    return TrainingEngine(executor, reducer, optimizer, grid, num_proving_steps=reduction.num_proving_steps)
 
 
 def build_executor(module: torch.nn.Module, grid: ParallelGrid, deepspeed_config: Mapping[str, Any]) -> Executor:
@@ -114,21 +120,12 @@ def build_executor(module: torch.nn.Module, grid: ParallelGrid, deepspeed_config
     return PipelineStage(module, grid, deepspeed_config)
 
 
-def _log_plan(plan: ReductionPlan, reduction: ReductionSettings) -> None:
+def _log_reduction(plan: ReductionPlan, reduction: ReductionSettings, grid: ParallelGrid, device: torch.device) -> None:
     """Say once what is reduced in this run, with whom, in how many pieces, and when."""
-    groups = {bucket.group for bucket in plan.buckets}
-    for group in sorted(groups, key=lambda group: group.name):
-        buckets = [bucket for bucket in plan.buckets if bucket.group == group]
-        if group.size == 1:
-            _log.info("gradients of group %s: one rank, nothing to reduce", group.name)
-            continue
-        elements = sum(bucket.num_elements for bucket in buckets)
-        _log.info(
-            "gradients of group %s: %d ranks, %d buckets, %.1f MB on the wire as %s, launched %s",
-            group.name,
-            group.size,
-            len(buckets),
-            elements * reduction.arithmetic.wire_dtype.itemsize / 1e6,
-            str(reduction.arithmetic.wire_dtype).removeprefix("torch."),
-            "under the last backward (overlap_grad_reduce)" if reduction.overlap else "after the last backward",
-        )
+    table = reduction_table(
+        plan, reduction.arithmetic, grid, overlap=reduction.overlap, zero_stage=reduction.zero_stage
+    )
+    _log.info("reduction of gradients:\n%s", table)
+    reason = why_overlap_is_impossible(device.type, grid.tensor.size) if reduction.overlap else None
+    if reason is not None:
+        _log.warning("overlap_grad_reduce is on, but nothing will be hidden: %s", reason)

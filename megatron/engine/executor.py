@@ -5,8 +5,8 @@ Two implementations: `one_stage`, over DeepSpeed's plain engine, and `pipeline`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ class GradientPath:
     def __init__(self, reducer: GradReducer, optimizer: MixedPrecisionOptimizer) -> None:
         self._reducer = reducer
         self._optimizer = optimizer
+        self._then: Callable[[], None] = self.update
         self.outcome: UpdateOutcome | None = None
 
     def backward_pass(self) -> AbstractContextManager[None]:
@@ -36,9 +37,22 @@ class GradientPath:
         """Complete the reduction, right before the update."""
         self._reducer.finish()
 
+    def on_reduced(self) -> None:
+        """Do what follows the reduction: update the parameters, unless something else was asked for."""
+        self._then()
+
     def update(self) -> None:
         """Update the parameters."""
         self.outcome = self._optimizer.step()
+
+    @contextmanager
+    def when_reduced(self, then: Callable[[], None]) -> Iterator[None]:
+        """Have `then` called in place of the update."""
+        self._then = then
+        try:
+            yield
+        finally:
+            self._then = self.update
 
 
 class Executor(Protocol):

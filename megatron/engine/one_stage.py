@@ -28,7 +28,7 @@ class OneStage:
     def connect(self, gradients: GradientPath) -> None:
         """Send the gradients of every `run` on this path."""
         self._gradients = gradients
-        self._seam.connect(gradients.update)
+        self._seam.connect(gradients.on_reduced)
 
     def rehearsal_loss(self, micro_batch: OnDevice) -> torch.Tensor:
         """Return the loss of a synthetic micro-batch."""

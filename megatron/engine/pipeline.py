@@ -112,7 +112,7 @@ class PipelineStage:
     def connect(self, gradients: GradientPath) -> None:
         """Send the gradients of every `run` on this path."""
         self._engine.take_over(gradients)
-        self._seam.connect(gradients.update)
+        self._seam.connect(gradients.on_reduced)
 
     def rehearsal_loss(self, micro_batch: OnDevice) -> torch.Tensor:
         """Run this stage by itself, on made-up activations where others would send them."""

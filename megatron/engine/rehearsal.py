@@ -6,12 +6,12 @@ no gradient. It leaves weights, gradients and random streams as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 
 from megatron.data_parallel.ready_order import complete_ready_order, record_ready_order
+from megatron.engine.random_streams import kept_random_state
 
 
 def rehearse(forward: Callable[[], torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
@@ -21,16 +21,6 @@ def rehearse(forward: Callable[[], torch.Tensor], parameters: Mapping[str, torch
 
     Raises ConfigError when no parameter gets a gradient, or one gets it in several pieces.
     """
-    with _random_state_kept(), record_ready_order(parameters) as seen:
+    with kept_random_state(), record_ready_order(parameters) as seen:
         forward().backward()
     return complete_ready_order(seen, parameters)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Put the random streams of CPU and accelerator back at exit."""
-    accelerator = torch.accelerator.current_accelerator()
-    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
-    kind = "cuda" if accelerator is None else accelerator.type
-    with torch.random.fork_rng(devices=devices, device_type=kind):
-        yield

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.checkpoint import CheckpointArgs
+from megatron.neox_arguments.combinations import problems_of_combinations
 from megatron.neox_arguments.data import DataArgs
 from megatron.neox_arguments.deepspeed import check_extra_args
 from megatron.neox_arguments.launch import LaunchArgs
@@ -15,7 +16,6 @@ from megatron.neox_arguments.model import GATED_ACTIVATIONS, ModelArgs
 from megatron.neox_arguments.optimizer import PARAMS_OF, OptimizerArgs
 from megatron.neox_arguments.parallelism import ParallelismArgs, WireDtype
 from megatron.neox_arguments.section import DERIVED
-from megatron.neox_arguments.supported import check_supported
 from megatron.neox_arguments.tensor_split import problems_of_split
 from megatron.neox_arguments.training import TrainingArgs
 from megatron.neox_arguments.zero3 import problems_of_zero3
@@ -52,7 +52,7 @@ def derive(sections: Mapping[str, Any], world_size: WorldSize, problems: list[st
     if "parallelism" in derived and "model" in derived:
         problems.extend(_problems_of_stages(derived["parallelism"].pipe_parallel_size, derived["model"].num_layers))
     if "parallelism" in derived:
-        problems.extend(check_supported(derived["parallelism"], sections["optimizer"]))
+        problems.extend(problems_of_combinations(derived["parallelism"], sections["optimizer"]))
         if "model" in derived:
             problems.extend(problems_of_split(derived["model"], derived["parallelism"]))
         if "deepspeed" in derived:

@@ -48,6 +48,10 @@ WAYS_OF_SAYING: tuple[tuple[Path, ...], ...] = (
 )
 
 
+# Most elements in a bucket of ZeRO 1 and 2, which is reduced and gathered as one.
+_ZERO_BUCKET_SIZES = ("reduce_bucket_size", "allgather_bucket_size")
+
+
 class Flattened(NamedTuple):
     """Settings whose keys all name a field or a known argument; what has no effect; what cannot be taken apart."""
 
@@ -160,11 +164,14 @@ class _Flat:
         for name in _ZERO_OFFLOAD:
             if values.get(name):
                 raise ConfigError(f"zero_optimization.{name} ({setting.origin}) is not supported here yet")
-        others = sorted(values.keys() - {"stage", *_ZERO_OFFLOAD})
-        if others and not stage:
+        limits = [values[key] for key in _ZERO_BUCKET_SIZES if stage and values.get(key)]
+        if limits:
+            self.set("zero_bucket_limit", min(limits), setting.origin, "zero_optimization.reduce_bucket_size")
+        others = sorted(values.keys() - {"stage", *_ZERO_OFFLOAD} - set(_ZERO_BUCKET_SIZES if stage else ()))
+        if others:
             self.notices.append(
-                f"zero_optimization: {', '.join(others)} have no effect with ZeRO 0; gradient buckets are sized by "
-                "ddp_bucket_size and reduced under backward with overlap_grad_reduce"
+                f"zero_optimization: {', '.join(others)} have no effect with ZeRO {stage or 0}; gradient buckets are "
+                "sized by ddp_bucket_size and reduced under backward with overlap_grad_reduce"
             )
 
     def _zero3(self, values: dict[str, Any], setting: Setting) -> None:

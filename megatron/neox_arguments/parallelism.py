@@ -77,5 +77,11 @@ class ParallelismArgs(Section):
     """With `prescale_gradients: false`, divide by this before the collective and by the rest after it."""
     average_in_collective: bool = False
     """Let the backend average instead of dividing ourselves."""
+    zero_bucket_limit: PositiveInt | None = None
+    """Most elements in a bucket with ZeRO 1 and 2, where `ddp_bucket_size` says nothing: the smaller of
+    `zero_optimization.reduce_bucket_size` and `allgather_bucket_size`."""
+    prove_overlap_steps: NonNegativeInt = 0
+    """Make this many steps both with and without overlap from the same state, compare every reduced gradient bit for
+    bit, and say what came out. Such a step takes three times as long."""
     check_for_nan_in_grad: bool = False
     """Before each bucket is sent, stop with the parameter's name if a gradient is not finite. Waits for the device."""

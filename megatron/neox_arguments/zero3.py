@@ -87,6 +87,10 @@ def problems_of_zero3(parallelism: ParallelismArgs, deepspeed: DeepspeedArgs) ->
             parallelism.check_for_nan_in_grad,
             "DeepSpeed reduces the gradients, and looks at them only afterwards",
         ),
+        f"prove_overlap_steps: {parallelism.prove_overlap_steps}": (
+            parallelism.prove_overlap_steps > 0,
+            "DeepSpeed reduces the gradients, one way only",
+        ),
         "average_in_collective: true": (
             parallelism.average_in_collective,
             "DeepSpeed divides the gradients itself before it sends them",

@@ -39,10 +39,10 @@ def train_run(args: NeoXArgs, rank: RankInfo) -> int:
     setup_logging(rank.rank, log_dir=log_dir)
     for notice in args.notices:
         _log.info("%s", notice)
-    device = join_ranks(args.parallelism, rank)
+    joined = join_ranks(args.parallelism, rank)
     try:
         with StopSignals() as signals:
-            run = set_up(args, rank, device, signals)
+            run = set_up(args, rank, joined, signals)
             record = _train(run, signals, saves=args.checkpoint.save is not None)
         if rank.rank == 0 and log_dir is not None:
             write_exit_record(log_dir, record)

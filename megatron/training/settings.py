@@ -6,7 +6,7 @@ import torch
 
 from megatron.checkpointing import save_iterations
 from megatron.data_parallel.arithmetic import ReductionArithmetic
-from megatron.engine.build import ReductionSettings
+from megatron.engine.build import DEFAULT_BUCKET_ELEMENTS, ReductionSettings
 from megatron.monitor.device_peak import peak_tflops
 from megatron.monitor.throughput import DecoderShape, Throughput, flops_per_token
 from megatron.neox_arguments import NeoXArgs
@@ -32,9 +32,17 @@ def reduction_settings(args: ParallelismArgs) -> ReductionSettings:
             average_in_collective=args.average_in_collective,
         ),
         zero_stage=args.zero_stage,
-        bucket_elements=args.ddp_bucket_size,
+        bucket_elements=_bucket_elements(args),
         check_for_nan=args.check_for_nan_in_grad,
+        num_proving_steps=args.prove_overlap_steps,
     )
+
+
+def _bucket_elements(args: ParallelismArgs) -> int:
+    """`ddp_bucket_size`, or what was measured to be best within the limits of `zero_optimization`."""
+    if args.ddp_bucket_size is not None:
+        return args.ddp_bucket_size
+    return min(DEFAULT_BUCKET_ELEMENTS, args.zero_bucket_limit or DEFAULT_BUCKET_ELEMENTS)
 
 
 def update_rule(args: OptimizerArgs) -> UpdateRule:

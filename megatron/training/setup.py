@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.loader import MicroBatchLoader, MicroBatchOrder
 from megatron.data.micro_batch import Collate, MicroBatch
 from megatron.data.tokenization_record import check_tokenizer
+from megatron.data_parallel.roll_call import RollCall
 from megatron.engine.build import build_engine
 from megatron.engine.stages import num_parameters, stage_specs
 from megatron.engine.surface import Engine
@@ -32,7 +32,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training import settings
 from megatron.training.checkpoints import Checkpoints, check_loadable
 from megatron.training.evaluate import Evaluation
-from megatron.training.join_ranks import seed_random_streams
+from megatron.training.join_ranks import JoinedRank, seed_random_streams
 from megatron.training.language_model import LanguageModel
 from megatron.training.loop import Loop
 from megatron.training.signals import StopSignals
@@ -52,7 +52,7 @@ class Run:
     random_state: RandomState | None
 
 
-def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSignals) -> Run:
+def set_up(args: NeoXArgs, rank: RankInfo, joined: JoinedRank, signals: StopSignals) -> Run:
     """Build everything a run needs. Collective over all ranks.
 
     Raises ConfigError, DataError or CheckpointError with one message.
@@ -60,8 +60,9 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
     grid = build_grid(
         pipe_parallel_size=args.parallelism.pipe_parallel_size,
         model_parallel_size=args.parallelism.model_parallel_size,
-        timeout=timedelta(seconds=args.parallelism.distributed_timeout_seconds),
+        timeout=joined.timeout,
     )
+    device = joined.device
     warm_up(grid, device)
     tokenizer = build_tokenizer(args.data.tokenizer_type, args.data.vocab_file, args.data.merge_file)
     _check_data_tokenizer(args.data, tokenizer)
@@ -71,7 +72,7 @@ def set_up(args: NeoXArgs, rank: RankInfo, device: torch.device, signals: StopSi
 
     seed_random_streams(args.training.seed, data_rank=grid.data.rank, stage=grid.pipe.rank)
     model = _build_model(args, grid)
-    engine = _build_engine(args, model, grid)
+    engine = _build_engine(args, model, grid, joined.roll_call)
     checkpoints = Checkpoints(args.checkpoint, args.model, tokenizer.vocab_size, model.decoder, engine, grid, device)
     state, random_state = checkpoints.load()
 
@@ -132,7 +133,9 @@ def _build_model(args: NeoXArgs, grid: ParallelGrid) -> LanguageModel:
     return LanguageModel(Decoder(mine), tensor_parallel)
 
 
-def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> Engine:
+def _build_engine(
+    args: NeoXArgs, model: LanguageModel, grid: ParallelGrid, roll_call: RollCall | None = None
+) -> Engine:
     if args.parallelism.zero_stage == 3:
         return build_zero3_engine(
             model,
@@ -148,6 +151,7 @@ def _build_engine(args: NeoXArgs, model: LanguageModel, grid: ParallelGrid) -> E
         reduction=settings.reduction_settings(args.parallelism),
         update=settings.update_rule(args.optimizer),
         rehearsal_batch=_synthetic_batch(args),
+        roll_call=roll_call,
     )
 
 

@@ -42,6 +42,7 @@ def stage_engine(
     max_norm=0.5,
     eps=1e-5,
     fields=None,
+    num_proving_steps=0,
 ):
     """Return an engine and its grid."""
     grid = build_grid(pipe_parallel_size=pipe, model_parallel_size=tensor)
@@ -58,7 +59,13 @@ def stage_engine(
             "steps_per_print": 10**9,
         },
         dtype=dtype,
-        reduction=ReductionSettings(overlap, ReductionArithmetic(), zero_stage=zero_stage, bucket_elements=2000),
+        reduction=ReductionSettings(
+            overlap,
+            ReductionArithmetic(),
+            zero_stage=zero_stage,
+            bucket_elements=2000,
+            num_proving_steps=num_proving_steps,
+        ),
         update=UpdateRule(
             name="adamw",
             schedule=LearningRateSchedule(1e-2, 0.0, 2, 100, "cosine"),
