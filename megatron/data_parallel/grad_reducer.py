@@ -101,8 +101,7 @@ class GradReducer:
 
     def begin_step(self, num_backward_passes: int) -> None:
         """Open a step of so many backward passes. Gradients left by anything that ran in between are dropped."""
-        if self._in_step:
-            raise RuntimeError(f"begin_step() while {self._phase.value}: the step before was never finished")
+        self.refuse_in_step("begin_step()")
         self._check_trained()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -116,9 +115,11 @@ class GradReducer:
     def backward_pass(self) -> Iterator[None]:
         """Take the gradients of the backward that runs inside. Those of the last pass of the step are final.
 
-        A backward that runs outside belongs to somebody else and counts as nothing.
+        A backward that runs outside belongs to somebody else and counts as nothing: what it left is dropped.
         """
         self._expect(_Phase.OPEN, "backward_pass()")
+        for name in self._bucket_of:
+            self._parameters[name].grad = None
         self._open_launches()
         self._phase = _Phase.BACKWARD
         yield
@@ -189,9 +190,15 @@ class GradReducer:
         self._phase = _Phase.IDLE
 
     def close(self) -> None:
-        """Remove the hooks; the parameters are ordinary ones again."""
+        """Remove the hooks; the parameters are ordinary ones again. Refused while a step is open."""
+        self.refuse_in_step("close()")
         for hook in self._hooks:
             hook.remove()
+
+    def refuse_in_step(self, call: str) -> None:
+        """Raise RuntimeError, naming `call`, while a step is open: gradients are on their way."""
+        if self._in_step:
+            raise RuntimeError(f"{call} while {self._phase.value}: the step was never finished")
 
     @property
     def collectives(self) -> list[CollectiveTimes]:

@@ -78,7 +78,8 @@ def test_contract_17_gradients_are_summed_over_tensor_ranks_and_averaged_over_da
             if placements[name].split_dim is None:
                 assert torch.equal(*parts), name
             value = parts[0] if placements[name].split_dim is None else whole(parts, placements[name])
-            tolerance = 2e-5 * float(gradient.abs().max())
+            # The gradient of a bias of keys is nothing but rounding: softmax does not see it.
+            tolerance = max(2e-5 * float(gradient.abs().max()), 1e-9)
             torch.testing.assert_close(value, gradient, rtol=1e-5, atol=tolerance, msg=lambda m, n=name: n + m)
     for _, _, _, collectives, _ in results:
         assert {group[:2] for group in collectives} == {("data", 2), ("data x tensor", 4)}
