@@ -55,9 +55,12 @@ class GradReducer:
     ) -> None:
         self.overlap = overlap
         self._parameters = dict(parameters)
+        self._keeps_shards_only = scatter_every_backward
         self._check_for_nan = check_for_nan
         self._roll_call = roll_call
         self._phase = _Phase.IDLE
+        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        self._pool = BufferPool(self._device)
         self._buckets = self._make_buckets(plan, arithmetic, scatter_every_backward)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         self._passes_left = 0
@@ -77,15 +80,14 @@ class GradReducer:
     ) -> list[GradBucket]:
         if not plan.buckets:
             return []
-        device = next(iter(self._parameters.values())).device
-        clock, pool = clock_for(device), BufferPool(device)
+        clock = clock_for(self._device)
         return [
             GradBucket(
                 bucket,
                 self._parameters,
                 arithmetic,
                 clock,
-                pool,
+                self._pool,
                 transient_buffer=scatter_every_backward and bucket.sharded and not bucket.group.spans_stages,
             )
             for bucket in plan.buckets
@@ -149,6 +151,8 @@ class GradReducer:
                 parameter = self._parameters[name]
                 if parameter.dtype == average.dtype and not bucket.plan.sharded:
                     parameter.grad = average
+        if self._keeps_shards_only:
+            self._pool.clear()
         self._phase = _Phase.REDUCED
 
     def abort(self) -> bool:
@@ -242,6 +246,9 @@ class GradReducer:
         self._pending = {bucket.plan.index: set(bucket.parameters) for bucket in self._launches}
         for bucket in self._launches:
             if bucket.transient_buffer:
+                if bucket.launched:  # by the backward before; a bucket's memory is in flight once at most
+                    with self._explained(bucket):
+                        bucket.wait()
                 bucket.begin_launch()
 
     def _launch_ready(self) -> None:
