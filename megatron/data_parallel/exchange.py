@@ -45,6 +45,10 @@ class BufferPool:
         """Hand a buffer back that no collective uses any more."""
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
+    def clear(self) -> None:
+        """Free what is not in use."""
+        self._free.clear()
+
 
 class Exchange(Protocol):
     """Turns a bucket's buffer into averages. `factor_before` is for the caller to apply to what it writes there."""

@@ -56,9 +56,12 @@ class GradReducer:
     ) -> None:
         self.overlap = overlap
         self._parameters = dict(parameters)
+        self._keeps_shards_only = scatter_every_backward
         self._check_for_nan = check_for_nan
         self._roll_call = roll_call
         self._phase = _Phase.IDLE
+        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        self._pool = BufferPool(self._device)
         self._buckets = self._make_buckets(plan, arithmetic, scatter_every_backward)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         self._passes_left = 0
@@ -78,15 +81,14 @@ class GradReducer:
     ) -> list[GradBucket]:
         if not plan.buckets:
             return []
-        device = next(iter(self._parameters.values())).device
-        clock, pool = clock_for(device), BufferPool(device)
+        clock = clock_for(self._device)
         return [
             GradBucket(
                 bucket,
                 self._parameters,
                 arithmetic,
                 clock,
-                pool,
+                self._pool,
                 transient_buffer=scatter_every_backward and bucket.sharded and not bucket.group.spans_stages,
             )
             for bucket in plan.buckets
@@ -102,8 +104,7 @@ class GradReducer:
 
     def begin_step(self, num_backward_passes: int) -> None:
         """Open a step of so many backward passes. Gradients left by anything that ran in between are dropped."""
-        if self._in_step:
-            raise RuntimeError(f"begin_step() while {self._phase.value}: the step before was never finished")
+        self.refuse_in_step("begin_step()")
         self._check_trained()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -118,9 +119,11 @@ class GradReducer:
     def backward_pass(self) -> Iterator[None]:
         """Take the gradients of the backward that runs inside. Those of the last pass of the step are final.
 
-        A backward that runs outside belongs to somebody else and counts as nothing.
+        A backward that runs outside belongs to somebody else and counts as nothing: what it left is dropped.
         """
         self._expect(_Phase.OPEN, "backward_pass()")
+        for name in self._bucket_of:
+            self._parameters[name].grad = None
         self._open_launches()
         self._phase = _Phase.BACKWARD
         yield
@@ -150,6 +153,8 @@ class GradReducer:
                 parameter = self._parameters[name]
                 if parameter.dtype == average.dtype and not bucket.plan.sharded:
                     parameter.grad = average
+        if self._keeps_shards_only:
+            self._pool.clear()
         self._phase = _Phase.REDUCED
 
     def abort(self) -> bool:
@@ -191,9 +196,15 @@ class GradReducer:
         self._phase = _Phase.IDLE
 
     def close(self) -> None:
-        """Remove the hooks; the parameters are ordinary ones again."""
+        """Remove the hooks; the parameters are ordinary ones again. Refused while a step is open."""
+        self.refuse_in_step("close()")
         for hook in self._hooks:
             hook.remove()
+
+    def refuse_in_step(self, call: str) -> None:
+        """Raise RuntimeError, naming `call`, while a step is open: gradients are on their way."""
+        if self._in_step:
+            raise RuntimeError(f"{call} while {self._phase.value}: the step was never finished")
 
     @property
     def collectives(self) -> list[CollectiveTimes]:
@@ -237,6 +248,9 @@ class GradReducer:
         self._pending = {bucket.plan.index: set(bucket.parameters) for bucket in self._launches}
         for bucket in self._launches:
             if bucket.transient_buffer:
+                if bucket.launched:  # by the backward before; a bucket's memory is in flight once at most
+                    with self._explained(bucket):
+                        bucket.wait()
                 bucket.begin_launch()
 
     def _launch_ready(self) -> None:

@@ -6,7 +6,6 @@ launch, wait). A plan is made once, before the first step, from the order in whi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +73,14 @@ class BucketPlan:
     sharded: bool = False
 
     @property
+    def summary(self) -> str:
+        """What all ranks of its group have in common, as text; names and places in the plan differ between stages."""
+        return (
+            f"group {self.group.name} of {self.group.size} ranks, divisor {self.group.divisor}, "
+            f"{self.parameter_dtype}, {self.num_elements} elements{' in shards' if self.sharded else ''}"
+        )
+
+    @property
     def shard(self) -> range:
         """This rank's elements of the buffer; all of them when the bucket is not sharded."""
         if not self.sharded:
@@ -89,13 +96,9 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """All buckets of a rank in launch order. Equal on all ranks of a group, which `agreement` checks."""
+    """All buckets of a rank in launch order. Equal on all ranks of a stage, which `agreement` checks."""
 
     buckets: tuple[BucketPlan, ...]
-
-    def fingerprint(self) -> str:
-        """A hash that is equal exactly when two ranks would send the same bytes in the same order."""
-        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def lines(self) -> list[str]:
         """The plan as text, a line a bucket and a line a gradient, for comparing and for reading."""
@@ -103,15 +106,17 @@ class ReductionPlan:
             line
             for bucket in self.buckets
             for line in (
-                f"bucket {bucket.index}: group {bucket.group.name} of {bucket.group.size} ranks, divisor "
-                f"{bucket.group.divisor}, {bucket.parameter_dtype}, {bucket.num_elements} elements"
-                f"{' in shards' if bucket.sharded else ''}",
+                f"bucket {bucket.index}: {bucket.summary}",
                 *(
                     f"{slot.name} {list(slot.shape)} stride {list(slot.stride)} at {slot.offset}"
                     for slot in bucket.slots
                 ),
             )
         ]
+
+    def lines_between_stages(self) -> list[str]:
+        """What ranks of other stages must have planned as well, as text."""
+        return [bucket.summary for bucket in self.buckets if bucket.group.spans_stages]
 
 
 def plan_buckets(

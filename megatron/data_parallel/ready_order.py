@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.partition import ReductionPlan
 from megatron.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -75,40 +74,9 @@ def complete_ready_order(seen: Sequence[str], parameters: Mapping[str, torch.nn.
 
 
 def agree_on_order(order: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
-    """Take the order that the first rank of `group` saw. Collective over the group."""
+    """Take the order that the first rank of `group` saw. Collective over the group, whose ranks train the same."""
     if group is None:
         return list(order)
     agreed: list[list[str]] = [list(order)]
     dist.broadcast_object_list(agreed, src=dist.get_global_rank(group, 0), group=group)
-    if set(agreed[0]) != set(order):
-        only_here, only_there = sorted(set(order) - set(agreed[0])), sorted(set(agreed[0]) - set(order))
-        raise ConfigError(
-            f"rank {dist.get_rank()} trains other parameters than the first rank of its data-parallel group: only "
-            f"here {only_here[:5]}, only there {only_there[:5]}"
-        )
     return agreed[0]
-
-
-def check_plans_agree(plan: ReductionPlan, group: dist.ProcessGroup | None) -> None:
-    """Refuse a plan that differs from another rank's before it can become a hang. Collective over the group.
-
-    Raises ConfigError naming the rank and the first line of the plan that differs.
-    """
-    if group is None:
-        return
-    fingerprints: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(fingerprints, plan.fingerprint(), group=group)
-    if len(set(fingerprints)) == 1:
-        return
-    plans: list[list[str] | None] = [None] * len(fingerprints)
-    dist.all_gather_object(plans, plan.lines(), group=group)
-    first, mine = plans[0] or [], plan.lines()
-    differing = next((pair for pair in zip(first, mine, strict=False) if pair[0] != pair[1]), None)
-    raise ConfigError(
-        "the ranks of a data-parallel group planned different gradient buckets: "
-        + (
-            f"the first rank has '{differing[0]}' where rank {dist.get_rank()} has '{differing[1]}'"
-            if differing
-            else f"the first rank's plan has {len(first)} lines, that of rank {dist.get_rank()} has {len(mine)}"
-        )
-    )

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron.data_parallel.agreement import check_ranks_agree, parameter_lines
 from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionPlan, plan_buckets
-from megatron.data_parallel.ready_order import agree_on_order, check_plans_agree
+from megatron.data_parallel.ready_order import agree_on_order
 from megatron.data_parallel.roll_call import RollCall
 from megatron.engine.executor import Executor
 from megatron.engine.one_stage import OneStage
@@ -54,6 +56,10 @@ class ReductionSettings:
     check_for_nan: bool = False
     num_proving_steps: int = 0
 
+    def lines(self) -> list[str]:
+        """The settings as text, for comparing them between ranks."""
+        return [f"{field.name} {getattr(self, field.name)}" for field in fields(self)]
+
 
 def build_engine(
     module: torch.nn.Module,
@@ -73,8 +79,20 @@ def build_engine(
     Collective over the world. Parameters are cast to `dtype` in place. `rehearsal_batch` is a synthetic micro-batch of
     the size that training uses. `roll_call` finds out who is missing when a collective fails.
     """
-    executor = build_executor(module, grid, deepspeed_config)
     parameters = dict(module.named_parameters())
+    world = dist.group.WORLD if grid.world_size > 1 else None
+    check_ranks_agree(
+        {
+            "the settings of the run": [
+                *reduction.lines(),
+                *(f"{key} {value}" for key, value in deepspeed_config.items()),
+                f"dtype {dtype}",
+            ],
+            f"the parameters of stage {grid.pipe.rank}": parameter_lines(parameters),
+        },
+        world,
+    )
+    executor = build_executor(module, grid, deepspeed_config)
     weights = cast_parameters(parameters, dtype)
     trained = {name: parameters[name] for name in weights.masters}
     groups = ReductionGroups(grid, parameter_placements(module), tied_weight(module))
@@ -87,7 +105,13 @@ def build_engine(
         bucket_elements=reduction.bucket_elements,
         sharded=reduction.zero_stage >= 1,
     )
-    check_plans_agree(plan, grid.stage.handle)
+    check_ranks_agree(
+        {
+            f"the gradient buckets of stage {grid.pipe.rank}": plan.lines(),
+            **({"the tied weight of first and last stage": plan.lines_between_stages()} if grid.tied else {}),
+        },
+        world,
+    )
     _log_reduction(plan, reduction, grid, executor.device)
     reducer = GradReducer(
         parameters,

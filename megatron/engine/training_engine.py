@@ -94,8 +94,9 @@ class TrainingEngine:
     def eval_batch(self, micro_batches: Iterator[OnDevice]) -> torch.Tensor:
         """Return the mean loss of as many micro-batches as a training step takes, over all data ranks; shape ().
 
-        Collective over the world. Touches no gradient and launches no reduction.
+        Collective over the world. Touches no gradient and launches no reduction. Refused while a step is open.
         """
+        self._reducer.refuse_in_step("eval_batch()")
         with self._lost_ranks_named():
             return self._sum_over_world(self._executor.evaluate(micro_batches))[0] / self._num_losses
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.data_parallel.agreement import check_ranks_agree, parameter_lines
 from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionGroup, plan_buckets
 from megatron.data_parallel.ready_order import (
     agree_on_order,
-    check_plans_agree,
     complete_ready_order,
     record_ready_order,
 )
@@ -144,6 +144,7 @@ class Trainer:
             with record_ready_order(self.parameters) as seen:
                 self.loss_of(self.model, tokens_of(0, 0, 0)).backward()
             order = complete_ready_order(seen, self.parameters)
+        check_ranks_agree({"the parameters": parameter_lines(self.parameters)}, self.group.handle)
         order = agree_on_order(order, self.group.handle)
         plan = plan_buckets(
             order,
@@ -152,7 +153,7 @@ class Trainer:
             bucket_elements=self.options.bucket_elements,
             sharded=self.options.zero_stage >= 1,
         )
-        check_plans_agree(plan, self.group.handle)
+        check_ranks_agree({"the gradient buckets": plan.lines()}, self.group.handle)
         return plan
 
     def backward(self, step: int, after_backward: Callable[[int], None] | None = None) -> float:

@@ -43,15 +43,22 @@ def stage_engine(
     eps=1e-5,
     fields=None,
     num_proving_steps=0,
+    rule="adamw",
+    learning_rate=1e-2,
+    bucket_elements=2000,
+    prepare=None,
 ):
-    """Return an engine and its grid."""
+    """Return an engine and its grid. `prepare(model, grid)` may change the model before the engine takes it."""
     grid = build_grid(pipe_parallel_size=pipe, model_parallel_size=tensor)
     args = model_args(no_weight_tying=not tied, checkpoint_activations=recompute, **{**SHAPE, **(fields or {})})
     tensor_parallel = TensorParallel(grid.tensor.rank, tensor, grid.tensor.handle, sequence)
     layers = decoder_layers(args, seed=7, tensor_parallel=tensor_parallel)
     mine = stage_specs(layers, method, stage=grid.pipe.rank, num_stages=pipe)
+    model = LanguageModel(Decoder(mine), tensor_parallel)
+    if prepare is not None:
+        prepare(model, grid)
     engine = build_engine(
-        LanguageModel(Decoder(mine), tensor_parallel),
+        model,
         grid=grid,
         deepspeed_config={
             "train_micro_batch_size_per_gpu": BATCH,
@@ -63,12 +70,12 @@ def stage_engine(
             overlap,
             ReductionArithmetic(),
             zero_stage=zero_stage,
-            bucket_elements=2000,
+            bucket_elements=bucket_elements,
             num_proving_steps=num_proving_steps,
         ),
         update=UpdateRule(
-            name="adamw",
-            schedule=LearningRateSchedule(1e-2, 0.0, 2, 100, "cosine"),
+            name=rule,
+            schedule=LearningRateSchedule(learning_rate, 0.0, 2, 100, "cosine"),
             loss_scale=loss_scale,
             max_norm=max_norm,
             weight_decay=0.01,
