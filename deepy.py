@@ -11,12 +11,14 @@ import json
 from pathlib import Path
 
 from megatron.errors import ConfigError, run_main
-from megatron.launch.command_line import add_config_options
+from megatron.launch.command_line import WHOLE_MODEL_SCRIPTS, add_config_options
 from megatron.launch.exit_record import remove_exit_record, settle_exit_record
 from megatron.launch.hand_over import pack
 from megatron.launch.hosts import chosen_slots, is_local, planned_world_size, run_on_hosts, runner_command
 from megatron.launch.local import local_command, run_local
 from megatron.neox_arguments import load_args
+from megatron.neox_arguments.launch import LaunchArgs
+from megatron.neox_arguments.whole_model import whole_model_overrides
 
 
 def main() -> int:
@@ -24,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("script", help="what each worker runs: train.py")
+    parser.add_argument("script", help="what each worker runs: train.py, or generate.py, which has one")
     add_config_options(parser)
     parser.add_argument("--num_gpus", "--num-gpus", type=int, metavar="N", help="worker processes on each host")
     parser.add_argument("-H", "--hostfile", metavar="FILE", help="hosts to run on")
@@ -41,6 +43,8 @@ def main() -> int:
             f"script {options.script} does not exist: run from the root of the repository, or give its path"
         )
 
+    if Path(options.script).name in WHOLE_MODEL_SCRIPTS:
+        return _run_in_one_process(options, overrides)
     args = load_args(options.files, overrides=overrides, conf_dir=options.conf_dir, world_size=planned_world_size)
     handed_over, log_dir, slots = [pack(args.flat)], args.monitor.log_dir, chosen_slots(args.launch)
     if is_local(slots, args.launch):
@@ -53,6 +57,13 @@ def main() -> int:
         status = run_on_hosts(runner_command(options.script, handed_over, args.launch), slots, log_dir)
     settle_exit_record(log_dir, status)
     return status
+
+
+def _run_in_one_process(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a script that has the whole model in one process, here, whatever run the configuration describes."""
+    args = load_args(options.files, overrides=[*overrides, *whole_model_overrides()], conf_dir=options.conf_dir)
+    command = local_command(options.script, [pack(args.flat)], (0,), LaunchArgs())
+    return run_local(command, options.script, 1)
 
 
 if __name__ == "__main__":

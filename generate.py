@@ -1,14 +1,17 @@
 """Text from a trained model, in one process: `python generate.py a.yml b.yml --set load=checkpoints`.
 
-Takes the files and options `train.py` takes; NeoX's text generation arguments say what to write and where.
+Takes the files and options `train.py` takes, those of a run on many processes too: the whole model is built in this
+one, in fp32. Of several processes the first does all the work. NeoX's text generation arguments say what to write and
+where.
 """
 
+import logging
 import sys
 from pathlib import Path
 
 import torch
 
-from megatron.checkpointing import LoadOptions, load_checkpoint, model_values
+from megatron.checkpointing import LoadOptions, check_saved_model, load_checkpoint, model_values
 from megatron.errors import CheckpointError, ConfigError
 from megatron.launch.command_line import arguments_from_command_line
 from megatron.launch.exit_status import run_worker
@@ -20,13 +23,17 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.text_generation import DecodeSettings, Sampling, TextGenerator, generate_text
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+_log = logging.getLogger(__name__)
+
 
 def main() -> int:
     """Run `text_gen_type` and return the exit status."""
-    args, rank = arguments_from_command_line(sys.argv[1:], __doc__ or "")
-    if rank.world_size > 1:
-        raise ConfigError(f"generate.py runs in one process, not in {rank.world_size}: use --num_gpus 1")
+    args, rank = arguments_from_command_line(sys.argv[1:], __doc__ or "", whole_model=True)
     setup_logging(rank.rank)
+    if rank.rank > 0:
+        return 0
+    if rank.world_size > 1:
+        _log.info("generating in the first of %d processes; the others have nothing to do", rank.world_size)
     generate(args)
     return 0
 
@@ -59,11 +66,12 @@ def load_model(args: NeoXArgs, device: torch.device, *, vocab_size: int) -> Deco
     """The trained decoder on `device`, whatever parallelism it was trained with."""
     if args.checkpoint.load is None:
         raise ConfigError("load is not set: give the directory of the checkpoints to generate from")
+    root, iteration = Path(args.checkpoint.load), args.checkpoint.iteration
+    options, values = LoadOptions(no_load_rng=True), model_values(args.model, vocab_size=vocab_size)
+    check_saved_model(root, values, options=options, iteration=iteration)  # before there is a model
     decoder = Decoder(decoder_layers(args.model, seed=args.training.seed, tensor_parallel=TensorParallel()))
-    root = Path(args.checkpoint.load)
-    weights, options = dict(decoder.named_parameters()), LoadOptions(no_load_rng=True)
-    values = model_values(args.model, vocab_size=vocab_size)
-    if load_checkpoint(root, weights=weights, model=values, options=options) is None:
+    weights = dict(decoder.named_parameters())
+    if load_checkpoint(root, weights=weights, model=values, options=options, iteration=iteration) is None:
         raise CheckpointError(f"there is no checkpoint under load: {root}")
     return decoder.to(device).eval()
 

@@ -9,6 +9,7 @@ from megatron.errors import ConfigError
 from megatron.launch.environment import RankInfo, rank_info
 from megatron.launch.hand_over import OPTION, unpack
 from megatron.neox_arguments import NeoXArgs, load_args, load_flat
+from megatron.neox_arguments.whole_model import whole_model_overrides, with_whole_model
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +24,17 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def arguments_from_command_line(argv: Sequence[str], description: str | None) -> tuple[NeoXArgs, RankInfo]:
+# Scripts that do all their work in one process with the whole model, whatever run the configuration describes.
+WHOLE_MODEL_SCRIPTS = frozenset({"generate.py"})
+
+
+def arguments_from_command_line(
+    argv: Sequence[str], description: str | None, *, whole_model: bool = False
+) -> tuple[NeoXArgs, RankInfo]:
     """Return the arguments of this run and this process's place in it.
+
+    With `whole_model` the processes of the run that the configuration describes need not be there: what it says of
+    their number, and of the batch they share, is set aside.
 
     Raises ConfigError; argparse exits with 2 on its own for an unknown option.
     """
@@ -37,8 +47,14 @@ def arguments_from_command_line(argv: Sequence[str], description: str | None) ->
     if options.megatron_config is not None:
         if options.files or options.set:
             raise ConfigError(f"{OPTION} is a whole configuration: give no files or --set with it")
-        return load_flat(unpack(options.megatron_config), world_size=rank.world_size), rank
+        flat = unpack(options.megatron_config)
+        if whole_model:
+            return load_flat(with_whole_model(flat)), rank
+        return load_flat(flat, world_size=rank.world_size), rank
     if not options.files and not options.set:
         raise ConfigError("no configuration: name at least one YAML file")
+    if whole_model:
+        overrides = [*options.set, *whole_model_overrides()]
+        return load_args(options.files, overrides=overrides, conf_dir=options.conf_dir), rank
     args = load_args(options.files, overrides=options.set, conf_dir=options.conf_dir, world_size=rank.world_size)
     return args, rank

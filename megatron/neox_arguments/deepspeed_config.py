@@ -13,6 +13,9 @@ from megatron.neox_arguments.zero3 import zero3_config
 # steps_per_print cannot be switched off in DeepSpeed; this many steps are never made.
 _NEVER = 2**62
 
+# DeepSpeed's own throughput waits for the device twice in each micro-batch, and ours is in the metrics.
+_NO_TIMERS = {"throughput": {"enabled": False}}
+
 
 def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     """Return DeepSpeed's configuration: the batch, and the user's own keys for DeepSpeed."""
@@ -20,6 +23,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": args.training.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": args.training.gradient_accumulation_steps,
         "steps_per_print": args.deepspeed.steps_per_print or _NEVER,
+        "timers": _NO_TIMERS,
         "wall_clock_breakdown": args.deepspeed.wall_clock_breakdown,
         "dump_state": args.deepspeed.dump_state,
         "flops_profiler": args.deepspeed.flops_profiler,
