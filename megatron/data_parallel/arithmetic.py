@@ -36,3 +36,8 @@ class ReductionArithmetic:
     def operation(self, group: ReductionGroup) -> dist.ReduceOp.RedOpType:
         """What the backend does with the contributions. A group of one is never asked to average."""
         return dist.ReduceOp.AVG if self.average_in_collective and group.size > 1 else dist.ReduceOp.SUM
+
+
+def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply `values` by `factor` in place, unless that would change nothing, and return them."""
+    return values if factor == 1.0 else values.mul_(factor)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from megatron.data_parallel.arithmetic import ReductionArithmetic
-from megatron.data_parallel.exchange import BufferPool, exchange_for
+from megatron.data_parallel.buffer_pool import BufferPool
+from megatron.data_parallel.exchange import exchange_for
 from megatron.data_parallel.exposure import Clock, CollectiveTimes, Mark
 from megatron.data_parallel.partition import BucketPlan
 

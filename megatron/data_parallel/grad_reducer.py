@@ -18,9 +18,10 @@ from dataclasses import replace
 import torch
 
 from megatron.data_parallel.arithmetic import ReductionArithmetic
-from megatron.data_parallel.exchange import BufferPool
+from megatron.data_parallel.buffer_pool import BufferPool
 from megatron.data_parallel.exposure import CollectiveTimes, clock_for
 from megatron.data_parallel.grad_bucket import GradBucket
+from megatron.data_parallel.launch_queue import LaunchQueue
 from megatron.data_parallel.partition import BucketPlan, ReductionPlan
 from megatron.data_parallel.roll_call import Progress, RollCall
 from megatron.errors import DivergenceError, LostRankError
@@ -65,10 +66,8 @@ class GradReducer:
         self._buckets = self._make_buckets(plan, arithmetic, scatter_every_backward)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         self._passes_left = 0
-        self._launches: list[GradBucket] = []
-        self._next_to_launch = 0
+        self._queue = LaunchQueue(())
         self._progress = Progress(0, 0)
-        self._pending: dict[int, set[str]] = {}
         self._named_as_missing: set[str] = set()
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._hooks = [
@@ -111,7 +110,7 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.begin_step()
         self._passes_left = num_backward_passes
-        self._launches, self._next_to_launch = [], 0
+        self._queue = LaunchQueue(())
         self._progress = Progress(self._progress.num_steps + 1, 0)
         self._phase = _Phase.OPEN
 
@@ -130,9 +129,9 @@ class GradReducer:
         if not self._passes_left:
             self._phase = _Phase.COMPLETE
             return
-        self._launch_up_to(len(self._launches))
+        self._launch_all()
         if not self.overlap:
-            for bucket in self._launches:
+            for bucket in self._queue.buckets:
                 with self._explained(bucket):
                     bucket.wait()
         self._phase = _Phase.OPEN
@@ -146,7 +145,7 @@ class GradReducer:
             return
         self._expect(_Phase.COMPLETE, "finish()")
         self._name_missing()
-        self._launch_up_to(len(self._launches))
+        self._launch_all()
         self._wait_for_all()
         for bucket in self._buckets:
             for name, average in bucket.averages.items():
@@ -223,58 +222,43 @@ class GradReducer:
                 "a second backward over the same graph, and the sum that is under way would be wrong"
             )
         bucket.absorb(name)
-        if bucket.plan.index in self._pending:
-            self._settle(bucket, name)
-
-    def _settle(self, bucket: GradBucket, name: str) -> None:
-        """Note that `name` is complete; when its bucket has become ready, launch what may be launched."""
-        pending = self._pending[bucket.plan.index]
-        if name not in pending:
-            return
-        pending.remove(name)
-        if pending:
-            return
-        bucket.mark_ready()
+        self._queue.settle(bucket, name)
         if self.overlap:
-            self._launch_ready()
+            while (ready := self._queue.next_if_ready) is not None:
+                self._launch(ready)
 
     # Launching
 
     def _open_launches(self) -> None:
         """Begin the next backward: which buckets it launches, all of them in the last."""
         self._passes_left -= 1
-        self._launches = [bucket for bucket in self._buckets if bucket.transient_buffer or not self._passes_left]
-        self._next_to_launch = 0
-        self._pending = {bucket.plan.index: set(bucket.parameters) for bucket in self._launches}
-        for bucket in self._launches:
+        buckets = [bucket for bucket in self._buckets if bucket.transient_buffer or not self._passes_left]
+        self._queue = LaunchQueue(buckets)
+        for bucket in buckets:
             if bucket.transient_buffer:
                 if bucket.launched:  # by the backward before; a bucket's memory is in flight once at most
                     with self._explained(bucket):
                         bucket.wait()
                 bucket.begin_launch()
 
-    def _launch_ready(self) -> None:
-        """Launch, in plan order, up to the first bucket that still waits for a gradient."""
-        upto = self._next_to_launch
-        while upto < len(self._launches) and not self._pending[self._launches[upto].plan.index]:
-            upto += 1
-        self._launch_up_to(upto)
+    def _launch_all(self) -> None:
+        """Launch what no hook has launched, in plan order."""
+        while (bucket := self._queue.next) is not None:
+            self._launch(bucket)
 
-    def _launch_up_to(self, end: int) -> None:
-        while self._next_to_launch < end:
-            bucket = self._launches[self._next_to_launch]
-            if self._check_for_nan:
-                self._refuse_nonfinite(bucket)
-            self._next_to_launch += 1
-            with self._explained(bucket):
-                bucket.launch()
-            self._progress = replace(self._progress, num_launches=self._progress.num_launches + 1)
+    def _launch(self, bucket: GradBucket) -> None:
+        if self._check_for_nan:
+            self._refuse_nonfinite(bucket)
+        self._queue.advance()
+        with self._explained(bucket):
+            bucket.launch()
+        self._progress = replace(self._progress, num_launches=self._progress.num_launches + 1)
 
     def _launch_spoiled(self) -> None:
-        for bucket in self._launches[self._next_to_launch :]:
+        while (bucket := self._queue.next) is not None:
             bucket.spoil()
+            self._queue.advance()
             bucket.launch()
-        self._next_to_launch = len(self._launches)
 
     def _wait_for_all(self) -> None:
         """Wait for every bucket: backends complete collectives out of order."""

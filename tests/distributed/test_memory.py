@@ -1,4 +1,4 @@
-"""Contract line 36: bytes of tensors, counted where they are allocated, on against off, between steps, and over steps."""
+"""Contract line 36: bytes of tensors, counted where they are allocated: on against off, and from step to step."""
 
 import gc
 import warnings
