@@ -23,7 +23,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.text_generation import DecodeSettings, Sampling, TextGenerator, generate_text
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("megatron.generate")
 
 
 def main() -> int:
