@@ -99,11 +99,13 @@ def test_contract_36_the_peak_is_at_most_2_percent_over_sequential(ranks, stage)
 def test_contract_36_zero_2_keeps_only_shards_of_gradients_and_state_between_steps(ranks, overlap):
     for found in ranks:
         between, peak, _, buckets = found[2, overlap]
-        num_elements = sum(buckets)
+        num_elements, largest = sum(buckets), max(buckets)
         # bf16 parameters are whole; of master, two moments and the averaged gradient there is half, in fp32.
         assert between == pytest.approx(num_elements * (2 + 4 * 4 / 2), rel=0.01)
-        # A launch of a bucket keeps what is sent and what arrives; of every bucket there is one at most.
-        assert peak <= between + 2 * 4 * num_elements + 0.25 * num_elements
+        # A launch of a bucket keeps what is sent and what arrives; of every bucket there is one at most. Beside them,
+        # for a moment: the fp32 sum of what arrived for one shard, one layer's bf16 gradient, a few activations.
+        in_flight, summed, gradient = 2 * 4 * num_elements, 4 * largest / 2, 2 * largest
+        assert peak <= between + in_flight + summed + gradient
         whole = found[0, overlap][0]
         assert whole == pytest.approx(num_elements * (2 + 4 * 4), rel=0.01), "a gradient lives once, in its bucket"
 
