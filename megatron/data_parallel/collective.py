@@ -16,8 +16,8 @@ reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single"
 class Collective:
     """Starts a collective, returns at once, and can be waited for.
 
-    `start` calls torch.distributed with `async_op=True`. Tensors that it refers to stay alive until `wait` has returned:
-    backends let go of theirs at the first wait of any stream, and the clock's comes right after the launch.
+    `start` calls torch.distributed with `async_op=True`. Tensors that it refers to stay alive until `wait` has
+    returned: backends let go of theirs at the first wait of any stream, and the clock's comes right after the launch.
     """
 
     def __init__(

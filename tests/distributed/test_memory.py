@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -116,3 +117,55 @@ def test_contract_36_nothing_grows_from_step_to_step(ranks, stage):
         for overlap in (True, False):
             between, _, later, _ = found[stage, overlap]
             assert max(later) <= 1.002 * between
+
+
+class _Noted:
+    """A collective that notes when it is waited for."""
+
+    def __init__(self, work, log):
+        self._work, self._log = work, log
+
+    def wait(self):
+        self._log.append("wait")
+        return self._work.wait()
+
+    def is_completed(self):
+        return self._work.is_completed()
+
+    def get_future(self):
+        return self._work.get_future()
+
+
+def _order_of_a_step(rank):
+    log = []
+    trainer = _trainer(2, True)
+    start = dist.all_to_all_single
+
+    def noted(*args, **kwargs):
+        log.append("launch")
+        return _Noted(start(*args, **kwargs), log)
+
+    def forward(model, tokens):
+        loss = _loss(model, tokens)
+        log.append("forward")
+        return loss
+
+    trainer.loss_of = forward
+    dist.all_to_all_single = noted
+    trainer.backward(1, after_backward=lambda _: log.append("backward"))
+    log.append("finish")
+    trainer.reducer.finish()
+    dist.all_to_all_single = start
+    return log, len(trainer.plan.buckets)
+
+
+def test_contract_36_what_bounds_the_memory_of_zero_2_leaves_a_whole_forward_and_backward_to_hide_under():
+    for log, num_buckets in run_ranks(2, _order_of_a_step):
+        launches, waits = ["launch"] * num_buckets, ["wait"] * num_buckets
+        assert num_buckets > 3
+        assert log == [
+            *("forward", *launches, "backward"),
+            *("forward", *waits, *launches, "backward"),
+            *("forward", *waits, *launches, "backward"),
+            *("finish", *waits),
+        ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.data_parallel import exchange, param_gather
+from megatron.data_parallel import exchange, param_gather, reduce_scatter
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_life_cycle import fails_in_backward
 from tests.distributed.toy import Options, Trainer, assert_same_bits, loss_of, tokens_of
@@ -11,6 +11,9 @@ from tests.distributed.toy import Options, Trainer, assert_same_bits, loss_of, t
 pytestmark = pytest.mark.distributed
 
 STAGES = (0, 1, 2)
+
+
+_SENDERS = (exchange, param_gather, reduce_scatter)
 
 
 class _CountedCollectives:
@@ -26,11 +29,13 @@ class _CountedCollectives:
             self.count += 1
             return real(*args, **kwargs)
 
-        exchange.Collective = param_gather.Collective = counted
+        for module in _SENDERS:
+            module.Collective = counted
         return self
 
     def __exit__(self, *_):
-        exchange.Collective = param_gather.Collective = self._real
+        for module in _SENDERS:
+            module.Collective = self._real
 
 
 def _disturb(trainer):

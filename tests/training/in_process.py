@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.roll_call import RollCall
 from megatron.launch.environment import RankInfo
 from megatron.neox_arguments import NeoXArgs, load_args
+from megatron.training.join_ranks import JoinedRank
 from megatron.training.setup import Run, set_up
 from megatron.training.signals import StopSignals
 from tests.training.runs import ROOT, SMOKE
@@ -39,7 +42,9 @@ def set_up_run(settings: Mapping[str, object]) -> Run:
     """Build the run; collective over all ranks."""
     args = smoke_args(settings)
     rank = RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "", 0, "a test")
-    return set_up(args, rank, torch.device("cpu"), StopSignals())
+    roll_call = RollCall(dist.HashStore(), patience_s=0.1)
+    joined = JoinedRank(torch.device("cpu"), timedelta(seconds=60), roll_call)
+    return set_up(args, rank, joined, StopSignals())
 
 
 def train_run(settings: Mapping[str, object]) -> Trained:
