@@ -1,4 +1,4 @@
-"""Contract line 13: a weight shared between reentrant checkpoints fires twice, the first time with a part of its sum."""
+"""Contract line 13: a weight shared between reentrant checkpoints fires twice, first with a part of its sum."""
 
 import pytest
 import torch
