@@ -37,11 +37,6 @@ class Collective:
         self.times = CollectiveTimes(bucket, kind, bytes_sent, launched, clock.mark_landing(self._work), ready)
         self.times.blocked.append((launched, clock.mark()))
 
-    @property
-    def has_landed(self) -> bool:
-        """Whether waiting would return at once. Never blocks."""
-        return self._work is None or self._work.is_completed()
-
     def wait(self) -> None:
         """Wait until the collective has completed, on the host or on the current stream. A second call does nothing."""
         if self._work is None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.agreement import check_ranks_agree, parameter_lines
-from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.data_parallel.param_gather import ParameterGather
 from megatron.data_parallel.partition import ReductionPlan, plan_buckets
@@ -26,6 +24,7 @@ from megatron.engine.one_stage import OneStage
 from megatron.engine.pipeline import PipelineStage
 from megatron.engine.reduction_groups import ReductionGroups, tied_weight
 from megatron.engine.reduction_report import reduction_table, why_overlap_is_impossible
+from megatron.engine.reduction_settings import ReductionSettings
 from megatron.engine.rehearsal import rehearse
 from megatron.engine.surface import OnDevice
 from megatron.engine.training_engine import TrainingEngine
@@ -36,29 +35,6 @@ from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.weights import cast_parameters, shard_weights
 
 _log = logging.getLogger(__name__)
-
-# Buckets of this many elements were the fastest of those measured; see docs/measurements.md.
-DEFAULT_BUCKET_ELEMENTS = 1_000_000
-
-
-@dataclass(frozen=True)
-class ReductionSettings:
-    """When and how gradients are reduced.
-
-    `zero_stage` 0 reduces whole gradients, 1 gives each rank its shard of them, 2 does so after every micro-batch. The
-    first `num_proving_steps` are made both ways and compared.
-    """
-
-    overlap: bool
-    arithmetic: ReductionArithmetic
-    zero_stage: int = 0
-    bucket_elements: int = DEFAULT_BUCKET_ELEMENTS
-    check_for_nan: bool = False
-    num_proving_steps: int = 0
-
-    def lines(self) -> list[str]:
-        """The settings as text, for comparing them between ranks."""
-        return [f"{field.name} {getattr(self, field.name)}" for field in fields(self)]
 
 
 def build_engine(
@@ -122,7 +98,7 @@ def build_engine(
         check_for_nan=reduction.check_for_nan,
         roll_call=roll_call,
     )
-    gather = ParameterGather(parameters, plan)
+    gather = ParameterGather(parameters, plan, overlapped_by=module if reduction.overlap_param_gather else None)
     weights = shard_weights(weights, gather)
     optimizer = MixedPrecisionOptimizer(
         weights,
@@ -146,10 +122,7 @@ def build_executor(module: torch.nn.Module, grid: ParallelGrid, deepspeed_config
 
 def _log_reduction(plan: ReductionPlan, reduction: ReductionSettings, grid: ParallelGrid, device: torch.device) -> None:
     """Say once what is reduced in this run, with whom, in how many pieces, and when."""
-    table = reduction_table(
-        plan, reduction.arithmetic, grid, overlap=reduction.overlap, zero_stage=reduction.zero_stage
-    )
-    _log.info("reduction of gradients:\n%s", table)
+    _log.info("reduction of gradients:\n%s", reduction_table(plan, reduction, grid))
     reason = why_overlap_is_impossible(device.type, grid.tensor.size) if reduction.overlap else None
     if reason is not None:
         _log.warning("overlap_grad_reduce is on, but nothing will be hidden: %s", reason)

@@ -43,7 +43,7 @@ class GradientPath:
 
     def update(self) -> None:
         """Update the parameters."""
-        self.outcome = self._optimizer.step()
+        self.outcome = self._optimizer.update()
 
     @contextmanager
     def when_reduced(self, then: Callable[[], None]) -> Iterator[None]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.arithmetic import ReductionArithmetic
 from megatron.data_parallel.partition import BucketPlan, ReductionGroup, ReductionPlan
+from megatron.engine.reduction_settings import ReductionSettings
 from megatron.mpu.grid import ParallelGrid
 
 
@@ -30,18 +30,15 @@ class Row:
 _TITLES = Row("stage", "group", "ranks", "buckets", "MB in all", "on the wire", "when")
 
 
-def reduction_table(
-    plan: ReductionPlan, arithmetic: ReductionArithmetic, grid: ParallelGrid, *, overlap: bool, zero_stage: int
-) -> str:
+def reduction_table(plan: ReductionPlan, reduction: ReductionSettings, grid: ParallelGrid) -> str:
     """Return the table of all stages, on every rank. Collective over the pipe group.
 
     A line is a reduction group of a stage; `MB in all` are its gradients on the wire, however they are exchanged.
     """
-    mine = [
-        row
-        for group in sorted({bucket.group for bucket in plan.buckets}, key=lambda group: group.name)
-        for row in _rows_of(group, plan, arithmetic, grid.pipe.rank, overlap, zero_stage)
-    ]
+    by_group: dict[str, list[BucketPlan]] = {}
+    for bucket in plan.buckets:
+        by_group.setdefault(bucket.group.name, []).append(bucket)
+    mine = [row for name in sorted(by_group) for row in _rows_of(by_group[name], reduction, str(grid.pipe.rank))]
     rows: list[list[Row] | None] = [mine]
     if grid.pipe.handle is not None:
         rows = [None] * grid.pipe.size
@@ -65,54 +62,40 @@ def why_overlap_is_impossible(
     return None
 
 
-def _rows_of(
-    group: ReductionGroup,
-    plan: ReductionPlan,
-    arithmetic: ReductionArithmetic,
-    stage: int,
-    overlap: bool,
-    zero_stage: int,
-) -> list[Row]:
-    buckets = [bucket for bucket in plan.buckets if bucket.group == group]
-    num_elements = sum(bucket.num_elements for bucket in buckets)
-    sharded = buckets[0].sharded
-    rows = [
-        Row(
-            stage=str(stage),
-            what=f"gradients, {group.name}",
-            ranks=str(group.size),
-            buckets=str(len(buckets)),
-            sent=f"{num_elements * arithmetic.wire_dtype.itemsize / 1e6:.1f}",
-            wire=f"{_name(arithmetic.wire_dtype)} {'reduce-scatter' if sharded else 'all-reduce'}",
-            when=_when(group, overlap=overlap, every_backward=zero_stage == 2 and sharded and not group.spans_stages),
-        )
-    ]
-    if sharded:
-        rows.append(_gather_row(group, buckets, stage))
+def _rows_of(buckets: Sequence[BucketPlan], reduction: ReductionSettings, stage: str) -> list[Row]:
+    """Return the lines of one group, which all `buckets` belong to."""
+    group = buckets[0].group
     if group.size == 1:
-        return [Row(str(stage), f"gradients, {group.name}", "1", str(len(buckets)), "0.0", "nothing", "one rank")]
-    return rows
+        return [Row(stage, f"gradients, {group.name}", "1", str(len(buckets)), "0.0", "nothing", "one rank")]
+    ranks, num_buckets = str(group.size), str(len(buckets))
+    num_elements = sum(bucket.num_elements for bucket in buckets)
+    sharded, wire = buckets[0].sharded, reduction.arithmetic.wire_dtype
+    parameters: torch.dtype = getattr(torch, buckets[0].parameter_dtype.removeprefix("torch."))
+
+    def row(what: str, dtype: torch.dtype, exchange: str, when: str) -> Row:
+        sent = f"{num_elements * dtype.itemsize / 1e6:.1f}"
+        return Row(stage, f"{what}, {group.name}", ranks, num_buckets, sent, f"{_name(dtype)} {exchange}", when)
+
+    if not sharded:
+        return [row("gradients", wire, "all-reduce", _when_reduced(group, reduction, every_backward=False))]
+    every_backward = reduction.zero_stage == 2 and not group.spans_stages
+    return [
+        row("gradients", wire, "reduce-scatter", _when_reduced(group, reduction, every_backward=every_backward)),
+        row("parameters", parameters, "all-gather", _when_gathered(reduction)),
+    ]
 
 
-def _gather_row(group: ReductionGroup, buckets: Sequence[BucketPlan], stage: int) -> Row:
-    dtype: torch.dtype = getattr(torch, buckets[0].parameter_dtype.removeprefix("torch."))
-    num_bytes = sum(bucket.num_elements for bucket in buckets) * dtype.itemsize
-    return Row(
-        stage=str(stage),
-        what=f"parameters, {group.name}",
-        ranks=str(group.size),
-        buckets=str(len(buckets)),
-        sent=f"{num_bytes / 1e6:.1f}",
-        wire=f"{_name(dtype)} all-gather",
-        when="after the update",
-    )
-
-
-def _when(group: ReductionGroup, *, overlap: bool, every_backward: bool) -> str:
+def _when_reduced(group: ReductionGroup, reduction: ReductionSettings, *, every_backward: bool) -> str:
     backward = "each backward" if every_backward else "the last backward"
-    if not overlap:
+    if not reduction.overlap:
         return f"after {backward}: overlap_grad_reduce is off"
     return f"under {backward}" + (", as its last bucket: both stages must have it" if group.spans_stages else "")
+
+
+def _when_gathered(reduction: ReductionSettings) -> str:
+    if reduction.overlap_param_gather:
+        return "under the next forward"
+    return "after the update: overlap_param_gather is off"
 
 
 def _name(dtype: torch.dtype) -> str:

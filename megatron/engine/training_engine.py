@@ -64,12 +64,14 @@ class TrainingEngine:
             raise
         except Exception as error:  # an interrupt ends the process: waiting for other ranks would only delay it
             if self._executor.can_go_on_after_error and not is_communication_failure(error) and self._reducer.abort():
-                self.optimizer.abandon_step()
+                self.optimizer.abandon_update()
                 self._sum_over_world(float("nan"), 0.0)
+                self.optimizer.gather_parameters()
             raise
         outcome = self._gradients.outcome
         assert outcome is not None, "DeepSpeed made no optimizer step at the boundary"
         shared = self._sum_over_world(loss, float(stop_requested))
+        self.optimizer.gather_parameters()  # after that sum, which would have to wait for what the gather sends
         result = StepResult(
             loss=shared[0] / self._num_losses,
             grad_norm=outcome.grad_norm,
@@ -97,6 +99,7 @@ class TrainingEngine:
         Collective over the world. Touches no gradient and launches no reduction. Refused while a step is open.
         """
         self._reducer.refuse_in_step("eval_batch()")
+        self.optimizer.wait_for_parameters()
         with self._lost_ranks_named():
             return self._sum_over_world(self._executor.evaluate(micro_batches))[0] / self._num_losses
 
@@ -106,11 +109,13 @@ class TrainingEngine:
 
     def tensors_to_load(self) -> EngineTensors:
         """Return the live tensors."""
+        self.optimizer.wait_for_parameters()
         return EngineTensors(dict(self.module.named_parameters()), self.optimizer.named_state())
 
     def close(self) -> None:
         """Take our hooks off the module and let DeepSpeed clean up after itself."""
         self._reducer.close()
+        self.optimizer.close()
         self._executor.close()
 
     @contextmanager

@@ -12,6 +12,8 @@ def problems_of_combinations(parallelism: ParallelismArgs, optimizer: OptimizerA
     predivides = parallelism.gradient_predivide_factor != 1.0
     factor = f"gradient_predivide_factor: {parallelism.gradient_predivide_factor}"
     combinations = {
+        f"overlap_param_gather: true is about parameters that ranks update in shards: it needs zero_stage 1 or 2, not "
+        f"{parallelism.zero_stage}": bool(parallelism.overlap_param_gather) and parallelism.zero_stage not in (1, 2),
         "prove_overlap_steps compares overlap with none: it needs overlap_grad_reduce: true": (
             parallelism.prove_overlap_steps > 0 and not parallelism.overlap_grad_reduce and parallelism.zero_stage < 3
         ),

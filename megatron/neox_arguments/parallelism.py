@@ -59,6 +59,9 @@ class ParallelismArgs(Section):
 
     overlap_grad_reduce: bool = False
     """Start the reduction of each gradient bucket while backward goes on, instead of after it. Same bits either way."""
+    overlap_param_gather: bool | None = None
+    """With ZeRO 1 and 2, gather the parameters that other ranks have updated while the next forward goes on: each layer
+    waits for its own just before it runs. Same bits either way. Unset: as `overlap_grad_reduce`."""
     ddp_bucket_size: PositiveInt | None = None
     """Gradient elements in a bucket. Smaller buckets start earlier, larger ones cost less each. Unset: chosen."""
     grad_reduce_in_fp32: bool | None = None

@@ -92,11 +92,17 @@ class MixedPrecisionOptimizer:
         self.settle()
         return loss if self._loss_scale is None else loss * self._loss_scale.value
 
-    @torch.no_grad()
     def step(self) -> UpdateOutcome:
-        """Update the parameters with the reducer's gradients, or leave everything as it is if they are not finite.
+        """Update and gather the parameters."""
+        outcome = self.update()
+        self.gather_parameters()
+        return outcome
 
-        The reduction must have finished. Every rank that holds a copy of a parameter gets the same bits.
+    @torch.no_grad()
+    def update(self) -> UpdateOutcome:
+        """Update what this rank owns with the reducer's gradients, or nothing if they are not finite.
+
+        The reduction must have finished. Every rank that owns a copy of a parameter gets the same bits.
         """
         self.settle()
         scale = None if self._loss_scale is None else self._loss_scale.value
@@ -108,20 +114,30 @@ class MixedPrecisionOptimizer:
         learning_rate = self._schedule.at(self._num_updates + 1)
         self._update(gradients, learning_rate, divisor, skipped)
         self._reducer.release()
-        if self._gather is not None:
-            self._gather.run()
         self._unsettled = skipped
         return UpdateOutcome(norm, skipped, learning_rate, scale)
 
-    @torch.no_grad()
-    def abandon_step(self) -> None:
-        """Take part in what the other ranks do in `step`, for a step that failed here: they will skip it.
+    def abandon_update(self) -> None:
+        """Take part in what the other ranks do in `update`, for a step that failed here: they will skip it.
 
-        Collective, as `step` is where ranks update shards or hold different parameters.
+        Collective, as `update` is where ranks update shards or hold different parameters.
         """
         self._norm.spoil()
+
+    def gather_parameters(self) -> None:
+        """Give every rank what others have updated. Collective where ranks update shards; see `ParameterGather.run`."""
         if self._gather is not None:
             self._gather.run()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until every parameter of this rank may be read."""
+        if self._gather is not None:
+            self._gather.wait()
+
+    def close(self) -> None:
+        """Leave whole parameters and no hooks behind."""
+        if self._gather is not None:
+            self._gather.close()
 
     def _update(
         self, gradients: dict[str, torch.Tensor], learning_rate: float, divisor: torch.Tensor, skipped: torch.Tensor
@@ -193,7 +209,7 @@ class MixedPrecisionOptimizer:
 
     @property
     def gathers(self) -> list[CollectiveTimes]:
-        """When the parameters of the last step were gathered, by bucket; empty where all of them are whole."""
+        """When parameters were last gathered, by bucket; empty where all of them are always whole."""
         return [] if self._gather is None else self._gather.collectives
 
     @property

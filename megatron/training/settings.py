@@ -6,7 +6,7 @@ import torch
 
 from megatron.checkpointing import save_iterations
 from megatron.data_parallel.arithmetic import ReductionArithmetic
-from megatron.engine.build import DEFAULT_BUCKET_ELEMENTS, ReductionSettings
+from megatron.engine.reduction_settings import DEFAULT_BUCKET_ELEMENTS, ReductionSettings
 from megatron.monitor.device_peak import peak_tflops
 from megatron.monitor.throughput import DecoderShape, Throughput, flops_per_token
 from megatron.neox_arguments import NeoXArgs
@@ -35,7 +35,12 @@ def reduction_settings(args: ParallelismArgs) -> ReductionSettings:
         bucket_elements=_bucket_elements(args),
         check_for_nan=args.check_for_nan_in_grad,
         num_proving_steps=args.prove_overlap_steps,
+        overlap_param_gather=_overlaps_param_gather(args),
     )
+
+
+def _overlaps_param_gather(args: ParallelismArgs) -> bool:
+    return args.overlap_grad_reduce if args.overlap_param_gather is None else args.overlap_param_gather
 
 
 def _bucket_elements(args: ParallelismArgs) -> int:

@@ -65,9 +65,6 @@ class FakeWork:
         self.waited_on.append(FakeDevice.current)
         FakeDevice.current.seen |= {self.name, *self.seen_at_launch}
 
-    def is_completed(self) -> bool:
-        return False
-
 
 class FakeDevice:
     """Stands in for torch's streams and torch.distributed's collectives while `monkeypatch` lasts."""

@@ -39,9 +39,9 @@ class _Update(torch.optim.Optimizer):
 class _Step:
     """One step of three micro-batches whose gradients come from several streams, as of a compiled model's graphs."""
 
-    def __init__(self, monkeypatch, stage, wire, backend):
+    def __init__(self, monkeypatch, stage, wire, backend, *, overlapped_gather=False):
         self.device = FakeDevice(monkeypatch, backend)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=META) for _ in range(NUM_LAYERS)))
+        self.model = model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=META) for _ in range(NUM_LAYERS)))
         self.producers = [FakeStream() for _ in range(3)]
         for index, (name, parameter) in enumerate(model.named_parameters()):
             parameter.register_hook(lambda _, index=index, name=name: self._produce(index % 3, name))
@@ -54,7 +54,7 @@ class _Step:
         arithmetic = ReductionArithmetic(wire_dtype=wire)
         reducer = GradReducer(named, plan, arithmetic=arithmetic, overlap=True, scatter_every_backward=stage == 2)
         weights = cast_parameters(named, torch.float32)
-        gather = ParameterGather(named, plan)
+        gather = ParameterGather(named, plan, overlapped_by=model if overlapped_gather else None)
         weights = shard_weights(weights, gather)
         self.update = _Update(list(weights.masters.values()))
         optimizer = MixedPrecisionOptimizer(
@@ -107,6 +107,22 @@ def test_contract_37_the_update_waits_for_all_collectives_and_the_host_for_none(
     assert len(step.gathers) == (len(step.names) if stage else 0)
     for work in step.gathers:
         assert "update" in work.seen_at_launch and work.name in step.device.main.seen
+
+
+def test_contract_37_each_part_of_the_next_forward_waits_for_the_gather_of_what_it_reads(monkeypatch):
+    step = _Step(monkeypatch, 1, torch.float32, "gloo", overlapped_gather=True)
+    assert len(step.gathers) == len(step.names) > 2
+    assert not any(step.device.main in work.waited_on for work in step.gathers)
+    of_parameter = {
+        name: work.name for names, work in zip(reversed(step.names), step.gathers, strict=True) for name in names
+    }
+    seen = []
+    for part in step.model:
+        part.register_forward_pre_hook(lambda *_: seen.append(set(FakeDevice.current.seen)))
+    step.model(torch.ones(2, WIDTH, device=META))
+    for index, before_part in enumerate(seen):
+        assert {of_parameter[f"{index}.weight"], of_parameter[f"{index}.bias"]} <= before_part
+    assert of_parameter[f"{NUM_LAYERS - 1}.weight"] not in seen[0], "the first part waited for the last one's"
 
 
 @pytest.mark.parametrize(("stage", "wire", "backend"), CASES)

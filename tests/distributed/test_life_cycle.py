@@ -136,7 +136,8 @@ def fails_in_backward(rank, failing_ranks, options=Options()):  # noqa: B008
     except _BoomError as error:
         error_text, skipped = str(error), None
         if trainer.reducer.abort():
-            trainer.optimizer.abandon_step()
+            trainer.optimizer.abandon_update()
+            trainer.optimizer.gather_parameters()
     if handle is not None:
         handle.remove()
     for step in (2, 3):

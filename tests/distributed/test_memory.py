@@ -129,9 +129,6 @@ class _Noted:
         self._log.append("wait")
         return self._work.wait()
 
-    def is_completed(self):
-        return self._work.is_completed()
-
     def get_future(self):
         return self._work.get_future()
 

@@ -24,7 +24,12 @@ def _scale(dtype):
 def _every_stage(rank, accumulation):
     def run(stage, dtype, overlap, optimizer):
         options = Options(
-            zero_stage=stage, overlap=overlap, dtype=dtype, accumulation=accumulation, optimizer=optimizer
+            zero_stage=stage,
+            overlap=overlap,
+            overlap_param_gather=overlap,
+            dtype=dtype,
+            accumulation=accumulation,
+            optimizer=optimizer,
         )
         return train(rank, options, 8, _scale(dtype))
 

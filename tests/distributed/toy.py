@@ -90,6 +90,7 @@ class Options:
     check_for_nan: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     zero_stage: int = 0
+    overlap_param_gather: bool = False
 
 
 class Trainer:
@@ -125,7 +126,9 @@ class Trainer:
             check_for_nan=options.check_for_nan,
             roll_call=roll_call,
         )
-        self.gather = ParameterGather(named, self.plan)
+        self.gather = ParameterGather(
+            named, self.plan, overlapped_by=self.model if options.overlap_param_gather else None
+        )
         weights = shard_weights(weights, self.gather)
         self.optimizer = MixedPrecisionOptimizer(
             weights,
@@ -177,6 +180,7 @@ class Trainer:
         return loss, self.optimizer.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
+        self.gather.wait()
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron.model.decoder import Decoder
 from megatron.model.loss import lm_loss
 from megatron.optimizer.loss_scale import DynamicLossScale
-from tests.engine.stage_engine import SHAPE, batch_of, stage_engine, step_batches
+from tests.engine.stage_engine import SHAPE, batch_of, stage_engine, step_batches, weights_of
 from tests.model.small import model_args, specs
 
 NUM_STEPS = 8
@@ -135,7 +135,7 @@ def train_cell(cell: Cell, *, overlap: bool) -> Outcome:
         elements[bucket.plan.group.name] = size, count + sum(slot.numel for slot in bucket.plan.slots)
     outcome = Outcome(
         rows,
-        {name.removeprefix("decoder."): p.detach().clone() for name, p in engine.module.named_parameters()},
+        weights_of(engine),
         launched_in_backward[0],
         len(reducer.collectives),
         sum(times.bytes_sent for times in reducer.collectives),

@@ -6,7 +6,8 @@ import torch
 
 from megatron.data.micro_batch import MicroBatch
 from megatron.data_parallel.arithmetic import ReductionArithmetic
-from megatron.engine.build import ReductionSettings, build_engine
+from megatron.engine.build import build_engine
+from megatron.engine.reduction_settings import ReductionSettings
 from megatron.engine.stages import stage_specs
 from megatron.model.decoder import Decoder, decoder_layers
 from megatron.mpu.grid import build_grid
@@ -72,6 +73,7 @@ def stage_engine(
             zero_stage=zero_stage,
             bucket_elements=bucket_elements,
             num_proving_steps=num_proving_steps,
+            overlap_param_gather=overlap and zero_stage > 0,
         ),
         update=UpdateRule(
             name=rule,
@@ -93,7 +95,7 @@ def step_batches(step, data_rank, accumulation, **shape):
 def weights_of(engine):
     return {
         name.removeprefix("decoder."): parameter.detach().clone()
-        for name, parameter in engine.module.named_parameters()
+        for name, parameter in engine.tensors_to_load().weights.items()
     }
 
 

@@ -35,6 +35,7 @@ def _run(dtype, num_steps, **options):
     losses, digests = [], []
     for step in range(1, num_steps + 1):
         losses.append(float(engine.train_batch(step_batches(step % 50, grid.data.rank, 2)).loss))
+        engine.optimizer.wait_for_parameters()
         digests.append([hashlib.sha256(copy.detach().view(torch.uint8).numpy()).hexdigest() for copy in copies])
     weights = weights_of(engine)
     engine.close()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron.data_parallel.arithmetic import ReductionArithmetic
-from megatron.engine.build import ReductionSettings, build_engine
+from megatron.engine.build import build_engine
+from megatron.engine.reduction_settings import ReductionSettings
 from megatron.mpu.grid import build_grid
 from megatron.optimizer.choice import UpdateRule
 from megatron.optimizer.learning_rate import LearningRateSchedule

@@ -42,9 +42,9 @@ def set_up_run(settings: Mapping[str, object]) -> Run:
     """Build the run; collective over all ranks."""
     args = smoke_args(settings)
     rank = RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "", 0, "a test")
-    roll_call = RollCall(dist.HashStore(), patience_s=0.1)
-    joined = JoinedRank(torch.device("cpu"), timedelta(seconds=60), roll_call)
-    return set_up(args, rank, joined, StopSignals())
+    timeout = timedelta(seconds=args.parallelism.distributed_timeout_seconds)
+    roll_call = RollCall.within(timeout.total_seconds(), dist.HashStore())
+    return set_up(args, rank, JoinedRank(torch.device("cpu"), timeout, roll_call), StopSignals())
 
 
 def train_run(settings: Mapping[str, object]) -> Trained:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import SaveRole
+from megatron.engine.surface import EngineTensors
 from megatron.errors import CheckpointError
 from megatron.model.decoder import Decoder
 from megatron.neox_arguments.checkpoint import CheckpointArgs
@@ -37,9 +38,6 @@ class StubOptimizer:
     def part(self, name, tensor):
         return tensor if self.shards is None else tensor.flatten()[self.shards[name].start : self.shards[name].stop]
 
-    def named_state(self):
-        return self.state
-
     def restore_progress(self, progress):
         self.restored = progress
 
@@ -53,7 +51,11 @@ def stage_of(folder, stages, index, shards=None, value=1.0, seed=0, **fields):
     grid = SimpleNamespace(
         pipe=SimpleNamespace(rank=index, size=len(stages)), data=axis, tensor=axis, world_size=len(stages)
     )
-    engine = SimpleNamespace(module=module, optimizer=StubOptimizer(module, shards, value))
+    optimizer = StubOptimizer(module, shards, value)
+    tensors = EngineTensors(dict(module.named_parameters()), optimizer.state)
+    engine = SimpleNamespace(
+        module=module, optimizer=optimizer, tensors_to_save=lambda **_: tensors, tensors_to_load=lambda: tensors
+    )
     folders = CheckpointArgs(save=str(folder), load=str(folder))
     return Checkpoints(folders, args, 11, decoder, engine, grid, torch.device("cpu"))
 
