@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS ?= runs
 
-.PHONY: quickstart test test-slow test-matrix check install dev clean
+.PHONY: quickstart test test-slow test-matrix test-gpu check install dev clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/quickstart.py --runs-dir $(RUNS)
@@ -17,6 +17,10 @@ test-slow: $(VENV)/.dev-installed
 
 test-matrix: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m "matrix" --timeout 3600
+
+# Skips, with the reason, what the machine has no accelerator for.
+test-gpu: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m "gpu" -rs
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

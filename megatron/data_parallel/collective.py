@@ -16,7 +16,8 @@ reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single"
 class Collective:
     """Starts a collective, returns at once, and can be waited for.
 
-    `start` calls torch.distributed with `async_op=True`. What is alive in it stays alive until `wait` has returned.
+    `start` calls torch.distributed with `async_op=True`. Tensors that it refers to stay alive until `wait` has
+    returned: backends let go of theirs at the first wait of any stream, and the clock's comes right after the launch.
     """
 
     def __init__(
@@ -30,15 +31,11 @@ class Collective:
         ready: Mark | None = None,
     ) -> None:
         self._clock = clock
+        self._keeps_alive: Callable[[], dist.Work] | None = start
         launched = clock.mark()
         self._work: dist.Work | None = start()
         self.times = CollectiveTimes(bucket, kind, bytes_sent, launched, clock.mark_landing(self._work), ready)
         self.times.blocked.append((launched, clock.mark()))
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether waiting would return at once. Never blocks."""
-        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         """Wait until the collective has completed, on the host or on the current stream. A second call does nothing."""
@@ -47,7 +44,7 @@ class Collective:
         started = self._clock.mark()
         self._work.wait()
         ended = self._clock.mark()
-        self._work = None
+        self._work = self._keeps_alive = None
         self.times.blocked.append((started, ended))
         self.times.landed.no_later_than(ended)
 

@@ -7,7 +7,6 @@ the bytes, and any backend that is given bf16 also sums in bf16.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,7 @@ class _Scatter:
 
 
 class ReduceScatter:
-    """Each rank gets the averages of its shard. Several launches in a step add up, in the order of launch.
+    """Each rank gets the averages of its shard. Several launches in a step add up, each waited for before the next.
 
     `gives_back` says that buffers come from the pool and return to it when they have been sent.
     """
@@ -53,19 +52,18 @@ class ReduceScatter:
         shard_elements = plan.num_elements // plan.group.size
         self._shard = pool.take(shard_elements, arithmetic.accumulation_dtype)
         self._shard_written = False
-        self._in_flight: deque[_Scatter] = deque()
+        self._in_flight: _Scatter | None = None
         self.times: list[CollectiveTimes] = []
 
     def begin_step(self) -> None:
         """Start the sums anew."""
-        assert not self._in_flight, f"bucket {self._plan.index} is still in flight"
+        assert self._in_flight is None, f"bucket {self._plan.index} is still in flight"
         self._shard_written = False
         self.times = []
 
     def launch(self, buffer: torch.Tensor, ready: Mark | None) -> None:
-        """Start the reduce-scatter, and take in what has landed of earlier ones."""
-        while self._in_flight and self._in_flight[0].collective.has_landed:
-            self._take_in(self._in_flight.popleft())
+        """Start the reduce-scatter."""
+        assert self._in_flight is None, f"bucket {self._plan.index} is still in flight"
         group, wire = self._plan.group, buffer.to(self._arithmetic.wire_dtype)
         received = self._pool.take(len(self._shard) if self._native else wire.numel(), wire.dtype)
         operation = self._arithmetic.operation(group)
@@ -84,15 +82,16 @@ class ReduceScatter:
             ready=ready,
         )
         self.times.append(collective.times)
-        self._in_flight.append(_Scatter(collective, buffer, received))
+        self._in_flight = _Scatter(collective, buffer, received)
 
     def start_last_stage(self) -> None:
         """Nothing to start."""
 
     def wait(self) -> torch.Tensor:
         """Return this rank's shard, of everything launched so far."""
-        while self._in_flight:
-            self._take_in(self._in_flight.popleft())
+        if self._in_flight is not None:
+            self._take_in(self._in_flight)
+            self._in_flight = None
         return self._shard
 
     def _take_in(self, scatter: _Scatter) -> None:

@@ -1,4 +1,7 @@
-"""Run a function on several gloo ranks and collect what each returns; a rank that hangs is named."""
+"""Run a function on several ranks, joined by gloo or another backend, and collect what each returns.
+
+A rank that hangs is named.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call `function(rank, *args)` on `world_size` processes joined by gloo; return the results in order of rank.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
+    """Call `function(rank, *args)` on `world_size` processes joined by `backend`; return the results in order of rank.
 
     `function` must be importable (a module-level function), its arguments and results picklable. The first rank that
     raises fails the test with its traceback; after `timeout_s` the ranks still running are named and killed.
@@ -30,7 +35,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "deepspeed", "tests.distributed.toy"])
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, function, args), daemon=True)
+            context.Process(target=_rank_main, args=(rank, world_size, folder, backend, function, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
@@ -61,12 +66,14 @@ def _join(processes: list[Any], folder: str, timeout_s: float) -> None:
             raise AssertionError(f"ranks {sorted(running)} still running after {timeout_s} s")
 
 
-def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,

@@ -29,7 +29,7 @@ def _train(rank, dtype, num_steps):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_500_steps_on_equal_500_steps_off_and_nothing_grows(dtype):
+def test_contract_01_and_36_500_steps_on_equal_500_steps_off_and_nothing_grows(dtype):
     ranks = run_ranks(3, _train, dtype, 500, timeout_s=280)
     weights_of_rank_0 = ranks[0][0][0]
     for (weights_on, rows_on, memory_on), (weights_off, rows_off, _) in ranks:

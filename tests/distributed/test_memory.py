@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -99,11 +100,13 @@ def test_contract_36_the_peak_is_at_most_2_percent_over_sequential(ranks, stage)
 def test_contract_36_zero_2_keeps_only_shards_of_gradients_and_state_between_steps(ranks, overlap):
     for found in ranks:
         between, peak, _, buckets = found[2, overlap]
-        num_elements = sum(buckets)
+        num_elements, largest = sum(buckets), max(buckets)
         # bf16 parameters are whole; of master, two moments and the averaged gradient there is half, in fp32.
         assert between == pytest.approx(num_elements * (2 + 4 * 4 / 2), rel=0.01)
-        # A launch of a bucket keeps what is sent and what arrives; of every bucket there is one at most.
-        assert peak <= between + 2 * 4 * num_elements + 0.25 * num_elements
+        # A launch of a bucket keeps what is sent and what arrives; of every bucket there is one at most. Beside them,
+        # for a moment: the fp32 sum of what arrived for one shard, one layer's bf16 gradient, a few activations.
+        in_flight, summed, gradient = 2 * 4 * num_elements, 4 * largest / 2, 2 * largest
+        assert peak <= between + in_flight + summed + gradient
         whole = found[0, overlap][0]
         assert whole == pytest.approx(num_elements * (2 + 4 * 4), rel=0.01), "a gradient lives once, in its bucket"
 
@@ -114,3 +117,52 @@ def test_contract_36_nothing_grows_from_step_to_step(ranks, stage):
         for overlap in (True, False):
             between, _, later, _ = found[stage, overlap]
             assert max(later) <= 1.002 * between
+
+
+class _Noted:
+    """A collective that notes when it is waited for."""
+
+    def __init__(self, work, log):
+        self._work, self._log = work, log
+
+    def wait(self):
+        self._log.append("wait")
+        return self._work.wait()
+
+    def get_future(self):
+        return self._work.get_future()
+
+
+def _order_of_a_step(rank):
+    log = []
+    trainer = _trainer(2, True)
+    start = dist.all_to_all_single
+
+    def noted(*args, **kwargs):
+        log.append("launch")
+        return _Noted(start(*args, **kwargs), log)
+
+    def forward(model, tokens):
+        loss = _loss(model, tokens)
+        log.append("forward")
+        return loss
+
+    trainer.loss_of = forward
+    dist.all_to_all_single = noted
+    trainer.backward(1, after_backward=lambda _: log.append("backward"))
+    log.append("finish")
+    trainer.reducer.finish()
+    dist.all_to_all_single = start
+    return log, len(trainer.plan.buckets)
+
+
+def test_contract_36_what_bounds_the_memory_of_zero_2_leaves_a_whole_forward_and_backward_to_hide_under():
+    for log, num_buckets in run_ranks(2, _order_of_a_step):
+        launches, waits = ["launch"] * num_buckets, ["wait"] * num_buckets
+        assert num_buckets > 3
+        assert log == [
+            *("forward", *launches, "backward"),
+            *("forward", *waits, *launches, "backward"),
+            *("forward", *waits, *launches, "backward"),
+            *("finish", *waits),
+        ]

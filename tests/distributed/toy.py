@@ -137,7 +137,9 @@ class Trainer:
             schedule=LearningRateSchedule(options.learning_rate, 0.0, 2, 100, "cosine"),
             loss_scale=loss_scale,
             max_norm=options.max_norm,
-            norm=GlobalNorm(torch.device("cpu"), group=self.group.handle if options.zero_stage else None),
+            norm=GlobalNorm(
+                next(self.model.parameters()).device, group=self.group.handle if options.zero_stage else None
+            ),
             gather=self.gather,
         )
 

@@ -71,7 +71,7 @@ def test_contract_12_tied_copies_are_one_weight_over_20_steps_and_equal_one_stag
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_contract_12_and_known_failure_tied_copies_do_not_drift_over_500_steps(dtype):
+def test_contract_12_and_public_failure_tied_copies_do_not_drift_over_500_steps(dtype):
     for zero_stage in (0, 1, 2):
         ranks = run_ranks(4, _every_stage, 2, dtype, 500, (zero_stage,), timeout_s=250)
         _check_copies(ranks, 500)
