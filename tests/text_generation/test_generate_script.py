@@ -118,8 +118,8 @@ def test_deepy_starts_one_process_whatever_the_configuration_says(trained, tmp_p
 
 def test_of_several_processes_the_first_generates_and_all_end_well(trained, tmp_path):
     output = tmp_path / "samples"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", f"--master-port={free_port()}", "generate.py"]
-    done = run([*command, *options(trained["large"], output, **LARGE)])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", f"--master-port={free_port()}"]
+    done = run([*launcher, "generate.py", *options(trained["large"], output, **LARGE)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "generating in the first of 3 processes" in done.stdout + done.stderr
     assert read(output) == samples(trained["large"], tmp_path / "alone", **LARGE)
