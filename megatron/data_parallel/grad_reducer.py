@@ -3,7 +3,8 @@
 A step goes `begin_step`, a `backward_pass` for each micro-batch, `finish`. With `overlap` the hooks of the last
 backward launch each bucket as soon as it and all buckets before it are ready; without it `finish` launches them.
 Nothing else differs: buckets, order, collectives and arithmetic are those of the plan, so the two are bit for bit the
-same. With `scatter_every_backward` sharded buckets are launched in every backward, so that no rank keeps whole
+same. With `delayed` they are left to `finish` all the same: a pipeline stage that has nothing to do by then gives way to
+stages that others wait for. With `scatter_every_backward` sharded buckets are launched in every backward, so that no rank keeps whole
 gradients.
 """
 
@@ -51,11 +52,13 @@ class GradReducer:
         *,
         arithmetic: ReductionArithmetic,
         overlap: bool,
+        delayed: bool = False,
         scatter_every_backward: bool = False,
         check_for_nan: bool = False,
         roll_call: RollCall | None = None,
     ) -> None:
         self.overlap = overlap
+        self.delayed = delayed
         self._parameters = dict(parameters)
         self._keeps_shards_only = scatter_every_backward
         self._check_for_nan = check_for_nan
@@ -223,11 +226,15 @@ class GradReducer:
             )
         bucket.absorb(name)
         self._queue.settle(bucket, name)
-        if self.overlap:
+        if self._launches_from_hooks:
             while (ready := self._queue.next_if_ready) is not None:
                 self._launch(ready)
 
     # Launching
+
+    @property
+    def _launches_from_hooks(self) -> bool:
+        return self.overlap and (self._passes_left > 0 or not self.delayed)
 
     def _open_launches(self) -> None:
         """Begin the next backward: which buckets it launches, all of them in the last."""

@@ -94,6 +94,7 @@ def build_engine(
         plan,
         arithmetic=reduction.arithmetic,
         overlap=reduction.overlap,
+        delayed=reduction.delay_on_later_stages and grid.pipe.rank > 0,
         scatter_every_backward=reduction.zero_stage >= 2,
         check_for_nan=reduction.check_for_nan,
         roll_call=roll_call,

@@ -38,7 +38,7 @@ def reduction_table(plan: ReductionPlan, reduction: ReductionSettings, grid: Par
     by_group: dict[str, list[BucketPlan]] = {}
     for bucket in plan.buckets:
         by_group.setdefault(bucket.group.name, []).append(bucket)
-    mine = [row for name in sorted(by_group) for row in _rows_of(by_group[name], reduction, str(grid.pipe.rank))]
+    mine = [row for name in sorted(by_group) for row in _rows_of(by_group[name], reduction, grid.pipe.rank)]
     rows: list[list[Row] | None] = [mine]
     if grid.pipe.handle is not None:
         rows = [None] * grid.pipe.size
@@ -62,11 +62,11 @@ def why_overlap_is_impossible(
     return None
 
 
-def _rows_of(buckets: Sequence[BucketPlan], reduction: ReductionSettings, stage: str) -> list[Row]:
+def _rows_of(buckets: Sequence[BucketPlan], reduction: ReductionSettings, stage: int) -> list[Row]:
     """Return the lines of one group, which all `buckets` belong to."""
     group = buckets[0].group
     if group.size == 1:
-        return [Row(stage, f"gradients, {group.name}", "1", str(len(buckets)), "0.0", "nothing", "one rank")]
+        return [Row(str(stage), f"gradients, {group.name}", "1", str(len(buckets)), "0.0", "nothing", "one rank")]
     ranks, num_buckets = str(group.size), str(len(buckets))
     num_elements = sum(bucket.num_elements for bucket in buckets)
     sharded, wire = buckets[0].sharded, reduction.arithmetic.wire_dtype
@@ -74,21 +74,25 @@ def _rows_of(buckets: Sequence[BucketPlan], reduction: ReductionSettings, stage:
 
     def row(what: str, dtype: torch.dtype, exchange: str, when: str) -> Row:
         sent = f"{num_elements * dtype.itemsize / 1e6:.1f}"
-        return Row(stage, f"{what}, {group.name}", ranks, num_buckets, sent, f"{_name(dtype)} {exchange}", when)
+        return Row(str(stage), f"{what}, {group.name}", ranks, num_buckets, sent, f"{_name(dtype)} {exchange}", when)
 
+    when = _when_reduced(group, reduction, stage)
     if not sharded:
-        return [row("gradients", wire, "all-reduce", _when_reduced(group, reduction, every_backward=False))]
-    every_backward = reduction.zero_stage == 2 and not group.spans_stages
+        return [row("gradients", wire, "all-reduce", when)]
     return [
-        row("gradients", wire, "reduce-scatter", _when_reduced(group, reduction, every_backward=every_backward)),
+        row("gradients", wire, "reduce-scatter", when),
         row("parameters", parameters, "all-gather", _when_gathered(reduction)),
     ]
 
 
-def _when_reduced(group: ReductionGroup, reduction: ReductionSettings, *, every_backward: bool) -> str:
+def _when_reduced(group: ReductionGroup, reduction: ReductionSettings, stage: int) -> str:
+    every_backward = reduction.zero_stage == 2 and not group.spans_stages
     backward = "each backward" if every_backward else "the last backward"
     if not reduction.overlap:
         return f"after {backward}: overlap_grad_reduce is off"
+    if stage > 0 and reduction.delay_on_later_stages:
+        before = "under each backward but the last, then " if every_backward else ""
+        return f"{before}after the last backward, while stage 0 has its own: delay_grad_reduce"
     return f"under {backward}" + (", as its last bucket: both stages must have it" if group.spans_stages else "")
 
 

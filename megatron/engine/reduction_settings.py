@@ -15,7 +15,8 @@ class ReductionSettings:
     """What the flags of a run come to.
 
     With `overlap` gradients are reduced under backward. `zero_stage` 0 reduces whole gradients, 1 gives each rank its
-    shard of them, 2 does so after every micro-batch. With `overlap_param_gather` updated shards are gathered under the
+    shard of them, 2 does so after every micro-batch. With `delay_on_later_stages` all stages of a pipeline but the first
+    launch after their last backward. With `overlap_param_gather` updated shards are gathered under the
     next forward. The first `num_proving_steps` are made with and without overlap and compared.
     """
 
@@ -26,6 +27,7 @@ class ReductionSettings:
     check_for_nan: bool = False
     num_proving_steps: int = 0
     overlap_param_gather: bool = False
+    delay_on_later_stages: bool = True
 
     def lines(self) -> list[str]:
         """The settings as text, for comparing them between ranks."""

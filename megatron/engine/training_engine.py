@@ -82,7 +82,7 @@ class TrainingEngine:
             grad_reduce=StepCommunication.of(self._reducer.collectives),
             param_gather=StepCommunication.of(self.optimizer.gathers),
         )
-        if self._reducer.overlap:
+        if self._reducer.overlap and not self._reducer.delayed:
             self._watch.add(result.grad_reduce)
         return result
 

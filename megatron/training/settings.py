@@ -36,6 +36,7 @@ def reduction_settings(args: ParallelismArgs) -> ReductionSettings:
         check_for_nan=args.check_for_nan_in_grad,
         num_proving_steps=args.prove_overlap_steps,
         overlap_param_gather=_overlaps_param_gather(args),
+        delay_on_later_stages=args.delay_grad_reduce,
     )
 
 

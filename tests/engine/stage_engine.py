@@ -47,6 +47,7 @@ def stage_engine(
     rule="adamw",
     learning_rate=1e-2,
     bucket_elements=2000,
+    delay_on_later_stages=False,
     prepare=None,
 ):
     """Return an engine and its grid. `prepare(model, grid)` may change the model before the engine takes it."""
@@ -74,6 +75,7 @@ def stage_engine(
             bucket_elements=bucket_elements,
             num_proving_steps=num_proving_steps,
             overlap_param_gather=overlap and zero_stage > 0,
+            delay_on_later_stages=delay_on_later_stages,
         ),
         update=UpdateRule(
             name=rule,

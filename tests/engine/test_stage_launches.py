@@ -47,6 +47,37 @@ def test_contract_09_every_stage_launches_all_its_buckets_in_its_own_last_backwa
             assert bool(buckets) == shared
 
 
+def _delayed(rank, zero_stage):
+    """Train with the delay; return the rank's stage, launches in backward, buckets, and weights without overlap too."""
+    options = {"pipe": 2, "tied": True, "accumulation": 4, "zero_stage": zero_stage}
+    engine, grid, launched = _engine_and_launches(**options, delay_on_later_stages=True)
+    quiet, _ = stage_engine(**options, overlap=False)
+    for step in (1, 2):
+        for each in (engine, quiet):
+            each.train_batch(step_batches(step, grid.data.rank, 4))
+    passes = (
+        []
+        if zero_stage < 2
+        else [b.plan.index for _ in range(3) for b in engine._reducer._buckets if b.transient_buffer]
+    )
+    whole = [bucket.plan.index for bucket in engine._reducer._buckets]
+    return (
+        grid.pipe.rank,
+        [sorted(each) for each in launched],
+        sorted(passes),
+        sorted(passes + whole),
+        weights_of(engine),
+        weights_of(quiet),
+    )
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_contract_09_later_stages_leave_the_link_to_the_first_when_they_are_told_to(zero_stage):
+    for stage, launched, before_the_last, all_of_them, weights, quiet in run_ranks(4, _delayed, zero_stage):
+        assert launched == [before_the_last if stage else all_of_them] * 2
+        assert_same_bits(weights, quiet)
+
+
 def _waits_before_launching(store, bucket, keys):
     real = bucket.launch
 

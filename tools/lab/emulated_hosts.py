@@ -1,7 +1,8 @@
 """Compare variants of one configuration on emulated hosts with links of a given bandwidth.
 
 Network namespaces stand for the hosts, a bridge in another one for the switch between them; what each host sends is
-shaped with a token bucket (`tc ... tbf`). One rank runs on each host, on a core to itself while there are enough.
+shaped with a token bucket (`tc ... tbf`). One rank runs on each host, on a core to itself while there are enough, else
+on an equal share.
 Variants run in turn (A B A B), and what is printed are medians and ratios to the first: absolute times of such a
 machine mean little. Needs root, `ip` and `tc`.
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.errors import ConfigError, run_main  # noqa: E402
 from megatron.launch.environment import free_port  # noqa: E402
+from tools.lab.cpu_share import equal_shares  # noqa: E402
 
 # A burst of about ten milliseconds at 1 Gbit; a smaller one would throttle below the rate.
 _BURST = "1mbit"
@@ -90,14 +92,16 @@ def _ip(*words: str) -> None:
         raise ConfigError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
-def run_once(hosts: Sequence[str], config: str, overrides: Sequence[str]) -> dict[str, float]:
+def run_once(
+    hosts: Sequence[str], shares: Sequence[Sequence[str]], config: str, overrides: Sequence[str]
+) -> dict[str, float]:
     """Train with a rank on each host; return medians over the rows after the first two."""
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--set={override}" for override in (*overrides, f"log_dir={folder}", "log_interval=1")]
         port, num_cores = free_port(), os.cpu_count() or 1
         ranks = [
             subprocess.Popen(
-                [*_on(host, core=rank % num_cores), sys.executable, "train.py", config, *options],
+                [*shares[rank], *_on(host, core=rank % num_cores), sys.executable, "train.py", config, *options],
                 cwd=ROOT,
                 env={**os.environ, **_environment(rank, len(hosts), port)},
                 stdout=subprocess.DEVNULL,
@@ -146,10 +150,10 @@ class Result:
 def compare(config: str, num_hosts: int, bandwidth: str, variants: Sequence[Variant], rounds: int) -> list[Result]:
     """Run the variants in turn, `rounds` times, and sum them up; ratios are to the first variant."""
     runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in variants}
-    with emulated_hosts(num_hosts, bandwidth) as hosts:
+    with emulated_hosts(num_hosts, bandwidth) as hosts, equal_shares(num_hosts) as shares:
         for _ in range(rounds):
             for variant in variants:
-                runs[variant.name].append(run_once(hosts, config, variant.overrides))
+                runs[variant.name].append(run_once(hosts, shares, config, variant.overrides))
 
     def median(name: str, field: str) -> float:
         return statistics.median(run[field] for run in runs[name])
