@@ -3,9 +3,9 @@
 A step goes `begin_step`, a `backward_pass` for each micro-batch, `finish`. With `overlap` the hooks of the last
 backward launch each bucket as soon as it and all buckets before it are ready; without it `finish` launches them.
 Nothing else differs: buckets, order, collectives and arithmetic are those of the plan, so the two are bit for bit the
-same. With `delayed` they are left to `finish` all the same: a pipeline stage that has nothing to do by then gives way to
-stages that others wait for. With `scatter_every_backward` sharded buckets are launched in every backward, so that no rank keeps whole
-gradients.
+same. With `delayed` they are left to `finish` all the same: a pipeline stage that has nothing to do by then gives way
+to stages that others wait for. With `scatter_every_backward` sharded buckets are launched in every backward, so that no
+rank keeps whole gradients.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ class ReductionSettings:
     """What the flags of a run come to.
 
     With `overlap` gradients are reduced under backward. `zero_stage` 0 reduces whole gradients, 1 gives each rank its
-    shard of them, 2 does so after every micro-batch. With `delay_on_later_stages` all stages of a pipeline but the first
-    launch after their last backward. With `overlap_param_gather` updated shards are gathered under the
-    next forward. The first `num_proving_steps` are made with and without overlap and compared.
+    shard of them, 2 does so after every micro-batch. With `delay_on_later_stages` all stages of a pipeline but
+    the first launch after their last backward. With `overlap_param_gather` updated shards are gathered under the next
+    forward. The first `num_proving_steps` are made with and without overlap and compared.
     """
 
     overlap: bool

@@ -60,9 +60,9 @@ class ParallelismArgs(Section):
     overlap_grad_reduce: bool = False
     """Start the reduction of each gradient bucket while backward goes on, instead of after it. Same bits either way."""
     delay_grad_reduce: bool = True
-    """With `overlap_grad_reduce` and a pipeline, all stages but the first start the reduction when their last backward has
-    ended, in the time in which they would wait for the first: on a slow link they do not take from it what earlier stages
-    need. False: under backward on every stage."""
+    """With `overlap_grad_reduce` and a pipeline, all stages but the first start the reduction when their last backward
+    has ended, in the time in which they would wait for the first: on a slow link they do not take from it what earlier
+    stages need. False: under backward on every stage."""
     overlap_param_gather: bool | None = None
     """With ZeRO 1 and 2, gather the parameters that other ranks have updated while the next forward goes on: each layer
     waits for its own just before it runs. Same bits either way. Unset: as `overlap_grad_reduce`."""
