@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from megatron.engine.results import StepResult
-from megatron.optimizer.mixed_precision import OptimizerProgress
+from megatron.optimizer.progress import OptimizerProgress
 
 T = TypeVar("T", bound="OnDevice")
 

@@ -7,7 +7,6 @@ ranks update shards, gather them. The reducer hands over each gradient when the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +16,11 @@ import torch
 from megatron.data_parallel.exposure import CollectiveTimes
 from megatron.data_parallel.grad_reducer import GradReducer
 from megatron.data_parallel.param_gather import ParameterGather
-from megatron.errors import DivergenceError
 from megatron.optimizer.global_norm import GlobalNorm, clip_factor
 from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.optimizer.loss_scale import LossScale
+from megatron.optimizer.progress import OptimizerProgress, StepCounter
 from megatron.optimizer.weights import OwnedWeights
-
-_log = logging.getLogger(__name__)
-
-# An update that overflows this many times in a row, with nothing left that the loss scale could do about it, has
-# diverged: going on would only burn machines.
-MAX_SKIPPED_IN_A_ROW = 50
 
 
 @dataclass(frozen=True)
@@ -42,15 +35,6 @@ class UpdateOutcome:
     skipped: torch.Tensor
     learning_rate: float
     loss_scale: float | None
-
-
-@dataclass(frozen=True)
-class OptimizerProgress:
-    """Where the optimizer stands: what a checkpoint keeps of it besides tensors."""
-
-    num_updates: int
-    num_skipped: int
-    loss_scale: Mapping[str, float]
 
 
 class MixedPrecisionOptimizer:
@@ -79,18 +63,16 @@ class MixedPrecisionOptimizer:
         self._gather = gather
         self._inner = inner
         self._schedule = schedule
-        self._loss_scale = loss_scale
         self._max_norm = max_norm
-        self._num_updates = 0
-        self._num_skipped = 0
-        self._skipped_in_a_row = 0
+        self._steps = StepCounter(loss_scale)
         self._unsettled: torch.Tensor | None = None
         self._allocate_state()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on."""
         self.settle()
-        return loss if self._loss_scale is None else loss * self._loss_scale.value
+        scale = self._steps.loss_scale
+        return loss if scale is None else loss * scale
 
     def step(self) -> UpdateOutcome:
         """Update and gather the parameters."""
@@ -105,13 +87,13 @@ class MixedPrecisionOptimizer:
         The reduction must have finished. Every rank that owns a copy of a parameter gets the same bits.
         """
         self.settle()
-        scale = None if self._loss_scale is None else self._loss_scale.value
+        scale = self._steps.loss_scale
         gradients = self._reducer.gradients()
         norm = self._norm.of(gradients, 1.0 / (scale or 1.0))
         skipped = 1.0 - torch.isfinite(norm).float()
         # A norm that is not finite has no clip factor; what the kernel would do with it is undone by found_inf.
         divisor = (scale or 1.0) / clip_factor(norm.nan_to_num(), self._max_norm)
-        learning_rate = self._schedule.at(self._num_updates + 1)
+        learning_rate = self._schedule.at(self._steps.num_updates + 1)
         self._update(gradients, learning_rate, divisor, skipped)
         self._reducer.release()
         self._unsettled = skipped
@@ -175,37 +157,19 @@ class MixedPrecisionOptimizer:
         """
         if self._unsettled is None:
             return
-        overflowed, self._unsettled = bool(self._unsettled), None
-        scale_moved = self._loss_scale is not None and self._loss_scale.update(overflowed=overflowed)
-        if not overflowed:
-            self._num_updates += 1
-            self._skipped_in_a_row = 0
-            return
-        self._num_skipped += 1
-        self._skipped_in_a_row += 1
-        scale = "" if self._loss_scale is None else f", loss scale now {self._loss_scale.value:g}"
-        # On every rank alike, so rank 0, the only one to show this level, speaks for all.
-        _log.info("gradients were not finite: update skipped, %d so far%s", self._num_skipped, scale)
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW and not scale_moved:
-            raise DivergenceError(
-                f"gradients have not been finite for {self._skipped_in_a_row} steps in a row{scale}: training has "
-                "diverged"
-            )
+        skipped, self._unsettled = bool(self._unsettled), None
+        self._steps.count(skipped=skipped)
 
     @property
     def progress(self) -> OptimizerProgress:
         """Counters and loss scale after the last step."""
         self.settle()
-        return OptimizerProgress(
-            self._num_updates, self._num_skipped, {} if self._loss_scale is None else self._loss_scale.state()
-        )
+        return self._steps.progress
 
     def restore_progress(self, progress: OptimizerProgress) -> None:
         """Go on from a checkpoint's counters and loss scale."""
         self._unsettled = None
-        self._num_updates, self._num_skipped = progress.num_updates, progress.num_skipped
-        if self._loss_scale is not None:
-            self._loss_scale.restore(progress.loss_scale)
+        self._steps.restore(progress)
 
     @property
     def gathers(self) -> list[CollectiveTimes]:

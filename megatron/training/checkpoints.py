@@ -33,7 +33,7 @@ from megatron.mpu.grid import ParallelGrid
 from megatron.mpu.tensor_parallel import parameter_placements
 from megatron.neox_arguments.checkpoint import CheckpointArgs
 from megatron.neox_arguments.model import ModelArgs
-from megatron.optimizer.mixed_precision import OptimizerProgress
+from megatron.optimizer.progress import OptimizerProgress
 from megatron.training.state import TrainState
 
 T = TypeVar("T")

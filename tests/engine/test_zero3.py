@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.engine import zero3_update
 from megatron.errors import DivergenceError
+from megatron.optimizer import progress
 from megatron.training.state import TrainState
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy import assert_same_bits
@@ -75,7 +75,7 @@ def _overflow():
 
 
 def _diverge():
-    zero3_update.MAX_SKIPPED_IN_A_ROW = 5  # in this process, which ends with the runs
+    progress.MAX_SKIPPED_IN_A_ROW = 5  # in this process, which ends with the runs
     num_skipped = []
     for precision in ("fp16", "bfloat16"):
         run = SmallRun.build(precision=precision, initial_scale_power=1, hysteresis=1, **ZERO_3)

@@ -10,7 +10,7 @@ from megatron.engine.surface import EngineTensors
 from megatron.errors import CheckpointError
 from megatron.model.decoder import Decoder
 from megatron.neox_arguments.checkpoint import CheckpointArgs
-from megatron.optimizer.mixed_precision import OptimizerProgress
+from megatron.optimizer.progress import OptimizerProgress
 from megatron.training import checkpoints
 from megatron.training.checkpoints import Checkpoints, check_loadable
 from megatron.training.language_model import LanguageModel
