@@ -25,13 +25,13 @@ def _trained(zero_stage, sequence, num_steps):
     engine, grid = stage_engine(
         tensor=TENSOR, sequence=sequence, zero_stage=zero_stage, accumulation=ACCUMULATION, fields=MODEL
     )
-    reducer, update, averages = engine._reducer, engine.optimizer.step, []
+    reducer, update, averages = engine._reducer, engine.optimizer.update, []
 
     def noting():
         averages.append({name.removeprefix("decoder."): g.clone() for name, g in reducer.gradients().items()})
         return update()
 
-    engine.optimizer.step = noting
+    engine.optimizer.update = noting
     results = []
     for step in range(1, num_steps + 1):
         results.append(engine.train_batch(step_batches(step, grid.data.rank, ACCUMULATION)))
