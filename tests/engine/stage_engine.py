@@ -46,6 +46,7 @@ def stage_engine(
     num_proving_steps=0,
     rule="adamw",
     learning_rate=1e-2,
+    decay="cosine",
     bucket_elements=2000,
     delay_on_later_stages=False,
     prepare=None,
@@ -79,7 +80,7 @@ def stage_engine(
         ),
         update=UpdateRule(
             name=rule,
-            schedule=LearningRateSchedule(learning_rate, 0.0, 2, 100, "cosine"),
+            schedule=LearningRateSchedule(learning_rate, 0.0, 2, 100, decay),
             loss_scale=loss_scale,
             max_norm=max_norm,
             weight_decay=0.01,

@@ -28,7 +28,7 @@ def _freeze_tied(model, grid):
 
 
 def _run(dtype, num_steps, **options):
-    """Train; return losses, a digest of the copy on this rank after every step, and the weights."""
+    """Train; return losses, a digest of the copy on this rank after every step, the weights, and the steps skipped."""
     scale = DynamicLossScale(2.0**10, window=7, hysteresis=1, minimum=1.0) if dtype is torch.float16 else None
     engine, grid = stage_engine(tied=True, accumulation=2, dtype=dtype, loss_scale=scale, eps=EPS, **options)
     copies = [p for name, p in engine.module.named_parameters() if name.removeprefix("decoder.") in COPIES]
@@ -37,20 +37,21 @@ def _run(dtype, num_steps, **options):
         losses.append(float(engine.train_batch(step_batches(step % 50, grid.data.rank, 2)).loss))
         engine.optimizer.wait_for_parameters()
         digests.append([hashlib.sha256(copy.detach().view(torch.uint8).numpy()).hexdigest() for copy in copies])
-    weights = weights_of(engine)
+    weights, num_skipped = weights_of(engine), engine.optimizer.progress.num_skipped
     engine.close()
-    return losses, digests, weights
+    return losses, digests, weights, num_skipped
 
 
-def _every_stage(rank, pipe, dtype, num_steps, zero_stages):
-    return [_run(dtype, num_steps, pipe=pipe, zero_stage=zero_stage) for zero_stage in zero_stages]
+def _every_stage(rank, pipe, dtype, num_steps, zero_stages, options=None):
+    return [_run(dtype, num_steps, pipe=pipe, zero_stage=zero_stage, **(options or {})) for zero_stage in zero_stages]
 
 
 def _check_copies(ranks, num_steps):
     for results in zip(*ranks, strict=True):
-        losses, digests, _ = results[0]
-        assert len({tuple(digest) for digest in digests}) == num_steps, "the weight does not train"
-        for other_losses, other_digests, _ in results:
+        losses, digests, _, num_skipped = results[0]
+        assert num_skipped < num_steps / 4
+        assert len({tuple(digest) for digest in digests}) >= num_steps - num_skipped, "the weight does not train"
+        for other_losses, other_digests, *_ in results:
             assert other_losses == losses
             assert other_digests == digests, "copies drifted apart"
 
@@ -59,9 +60,9 @@ def _check_copies(ranks, num_steps):
 def test_contract_12_tied_copies_are_one_weight_over_20_steps_and_equal_one_stage(dtype):
     ranks = run_ranks(4, _every_stage, 2, dtype, 20, (0, 1, 2))
     _check_copies(ranks, 20)
-    expected_losses, _, expected = run_ranks(2, _every_stage, 1, dtype, 20, (0,))[0][0]
+    expected_losses, _, expected, _ = run_ranks(2, _every_stage, 1, dtype, 20, (0,))[0][0]
     for results in ranks:
-        for losses, _, weights in results:
+        for losses, _, weights, _ in results:
             assert losses == pytest.approx(expected_losses, rel=LOSS[dtype])
             for name, weight in weights.items():
                 # With one stage head and embedding are one parameter, under the embedding's name.
@@ -73,7 +74,7 @@ def test_contract_12_tied_copies_are_one_weight_over_20_steps_and_equal_one_stag
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_contract_12_and_public_failure_tied_copies_do_not_drift_over_500_steps(dtype):
     for zero_stage in (0, 1, 2):
-        ranks = run_ranks(4, _every_stage, 2, dtype, 500, (zero_stage,), timeout_s=250)
+        ranks = run_ranks(4, _every_stage, 2, dtype, 500, (zero_stage,), {"decay": "constant"}, timeout_s=250)
         _check_copies(ranks, 500)
         losses = ranks[0][0][0]
         assert sum(losses[-50:]) < sum(losses[:50])
