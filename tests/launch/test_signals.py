@@ -92,14 +92,6 @@ sys.exit(signal.sigwait({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2}))
 """
 
 
-@pytest.fixture
-def no_signal_ignored():
-    """Hang-ups count here even when the tests themselves run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize(
     ("sent", "has_workers", "heard"),
     [
@@ -109,7 +101,7 @@ def no_signal_ignored():
         (signal.SIGUSR2, True, signal.SIGUSR2),
     ],
 )
-def test_who_hears_what(sent, has_workers, heard, tmp_path, no_signal_ignored):
+def test_who_hears_what(sent, has_workers, heard, tmp_path):
     fifo = tmp_path / "up"
     os.mkfifo(fifo)
 
